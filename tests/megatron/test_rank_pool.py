@@ -1,0 +1,55 @@
+"""The harness that runs functions on several ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+from ranks import RankFailed, run_ranks
+
+
+def echo(rank: int, world_size: int, *, array: np.ndarray, text: str) -> dict:
+    import torch
+
+    t = torch.full((2,), float(rank + 1))
+    torch.distributed.all_reduce(t)
+    return {"sum": t, "half": t.bfloat16(), "array": array * rank, "text": text, "rank": rank, "pair": (1, None), 3: b"ab"}
+
+
+def fail_on_one(rank: int, world_size: int) -> None:
+    import torch
+
+    if rank == 1:
+        raise ValueError("rank one does not like it")
+    torch.distributed.barrier()
+
+
+def sleep(rank: int, world_size: int, *, pid_file: str) -> None:
+    with open(f"{pid_file}.{rank}", "w") as f:
+        f.write(str(os.getpid()))
+    time.sleep(60)
+
+
+def test_results_by_rank() -> None:
+    results = run_ranks(3, echo, array=np.arange(3.0), text="x")
+    for rank, result in enumerate(results):
+        assert result["rank"] == rank and result["text"] == "x" and result["pair"] == [1, None] and result[3] == b"ab"
+        np.testing.assert_array_equal(result["sum"], [6.0, 6.0])
+        np.testing.assert_array_equal(result["half"], [6.0, 6.0])
+        np.testing.assert_array_equal(result["array"], np.arange(3.0) * rank)
+
+
+def test_first_failure_is_reported() -> None:
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 raised[\s\S]*rank one does not like it"):
+        run_ranks(2, fail_on_one)
+    run_ranks(1, echo, array=np.zeros(1), text="the pool goes on")
+
+
+def test_deadline_kills_the_ranks(tmp_path) -> None:
+    with pytest.raises(RankFailed, match="not done within 3 s"):
+        run_ranks(2, sleep, timeout_s=3.0, pid_file=str(tmp_path / "pid"))
+    for rank in range(2):
+        pid = int((tmp_path / f"pid.{rank}").read_text())
+        assert not os.path.exists(f"/proc/{pid}")
