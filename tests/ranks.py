@@ -228,13 +228,13 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _warm_up() -> None:
-    import megatron.core.models.gpt.gpt_model
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel.schedules
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+    import megatron.core.optimizer  # noqa: F401
+    import megatron.core.pipeline_parallel.schedules  # noqa: F401
     import torch
-    import transformers.models.llama.modeling_llama
-    import transformers.models.qwen2.modeling_qwen2
-    import transformers.models.qwen3.modeling_qwen3
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     torch.set_num_threads(1)
@@ -315,7 +315,7 @@ def _child(case: dict[str, Any], rank: int, nursery: int) -> None:
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()  # rank 0 holds the store: it must not leave first
         code = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it is, it goes to the log and the exit code
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):
