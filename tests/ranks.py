@@ -152,7 +152,8 @@ def _resolve(target: str) -> Callable[..., Any]:
     if path == Path(__file__).resolve():
         return globals()[name]
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -228,13 +229,13 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _warm_up() -> None:
-    import megatron.core.models.gpt.gpt_model  # noqa: F401
-    import megatron.core.optimizer  # noqa: F401
+    import megatron.core.models.gpt.gpt_model
+    import megatron.core.optimizer
     import megatron.core.pipeline_parallel.schedules  # noqa: F401
     import torch
-    import transformers.models.llama.modeling_llama  # noqa: F401
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    import transformers.models.qwen2.modeling_qwen2
+    import transformers.models.qwen3.modeling_qwen3
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     torch.set_num_threads(1)
@@ -315,7 +316,7 @@ def _child(case: dict[str, Any], rank: int, nursery: int) -> None:
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()  # rank 0 holds the store: it must not leave first
         code = 0
-    except BaseException:  # noqa: BLE001 - whatever it is, it goes to the log and the exit code
+    except BaseException:
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):

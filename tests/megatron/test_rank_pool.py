@@ -35,7 +35,10 @@ def sleep(rank: int, world_size: int, *, pid_file: str) -> None:
 def test_results_by_rank() -> None:
     results = run_ranks(3, echo, array=np.arange(3.0), text="x")
     for rank, result in enumerate(results):
-        assert result["rank"] == rank and result["text"] == "x" and result["pair"] == [1, None] and result[3] == b"ab"
+        assert result["rank"] == rank
+        assert result["text"] == "x"
+        assert result["pair"] == [1, None]
+        assert result[3] == b"ab"
         np.testing.assert_array_equal(result["sum"], [6.0, 6.0])
         np.testing.assert_array_equal(result["half"], [6.0, 6.0])
         np.testing.assert_array_equal(result["array"], np.arange(3.0) * rank)
