@@ -37,7 +37,7 @@ ENGINES: Mapping[str, str] = {"megatron": "dtpcve", "sglang": "dtpe", "vllm": "d
 ATTN_LETTERS, FFN_LETTERS = "dtpcv", "dtpe"
 
 _TWO_PARTS = re.compile(r"\(attn:(?P<attn>[^|()]*)\|ffn:(?P<ffn>[^|()]*)\)")
-_DIM = re.compile(r"([a-z])(\d+)")
+_DIM = re.compile(r"([a-z])([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ParallelStrategy:
                 raise UserError(
                     f"strategy of {self.engine}: {name} is {size}, but a dimension counts ranks and is at least 1; legal: {name}=1"
                 )
-            if size > 1 and letter[0] not in ENGINES[self.engine] or (name == "etp" and size > 1 and self.engine != "megatron"):
+            if (size > 1 and letter[0] not in ENGINES[self.engine]) or (name == "etp" and size > 1 and self.engine != "megatron"):
                 raise UserError(_unknown_dimension(self.engine, letter, str(self), str(_without(self, name))))
         _check_products(self)
 
