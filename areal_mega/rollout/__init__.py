@@ -1,0 +1,1 @@
+"""Rollout: workflows, executor, staleness, trajectory store, and the client of inference servers."""

@@ -1,0 +1,88 @@
+"""Which tensors travel together. Pure: the same plan on the sender, the controller and (as request bodies) the servers.
+
+Invariants, each with a test: every tensor stands in exactly one bucket and in the plan's order; a bucket holds one dtype (so that
+every tensor's offset in the flat buffer is aligned); no bucket is empty; a bucket exceeds the limit only if it is one fused group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4}
+
+# Servers fuse these on load, so they must arrive in one update: projections of one attention, and of one MLP or expert.
+_FUSED = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj|q_a_proj|kv_a_proj_with_mqa)\.(weight|bias)$")
+
+
+class TensorSpec(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors broadcast as one flat buffer. ``dtype`` is torch's name without the module, e.g. ``bfloat16``."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(elements(shape) for shape in self.shapes) * ITEM_BYTES[self.dtype]
+
+
+def elements(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _fused_groups(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
+    """Neighbours that a server fuses: same parent module, both named in ``_FUSED``."""
+    groups: list[list[TensorSpec]] = []
+    key: str | None = None
+    for spec in specs:
+        match = _FUSED.search(spec.name)
+        parent = spec.name[: match.start()] if match else None
+        if parent is not None and parent == key:
+            groups[-1].append(spec)
+        else:
+            groups.append([spec])
+        key = parent
+    return groups
+
+
+def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[Bucket, ...]:
+    """Cut ``specs`` into buckets of at most ``max_bytes``, never inside a fused group, a new one wherever the dtype changes."""
+    buckets: list[list[TensorSpec]] = []
+    size, dtype = 0, ""
+    for group in _fused_groups(specs):
+        for run in _by_dtype(group):
+            nbytes = sum(elements(s.shape) * ITEM_BYTES[s.dtype] for s in run)
+            if not buckets or run[0].dtype != dtype or size + nbytes > max_bytes:
+                buckets.append([])
+                size, dtype = 0, run[0].dtype
+            buckets[-1].extend(run)
+            size += nbytes
+    return tuple(
+        Bucket(names=tuple(s.name for s in b), shapes=tuple(tuple(s.shape) for s in b), dtype=b[0].dtype) for b in buckets
+    )
+
+
+def _by_dtype(group: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
+    runs: list[list[TensorSpec]] = []
+    for spec in group:
+        if runs and runs[-1][0].dtype == spec.dtype:
+            runs[-1].append(spec)
+        else:
+            runs.append([spec])
+    return runs
