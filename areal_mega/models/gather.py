@@ -1,0 +1,243 @@
+"""From the shards of all train ranks back to whole HF tensors, on one rank, a bounded number of bytes at a time.
+
+The plan is pure and equal on every rank: which rank sends which part of which parameter, in *parcels* of a bounded size. For each parcel
+a rank packs its parts into one flat buffer and sends that: one message per rank and parcel, however many experts there are. The root
+posts the next parcel's receives before it unpacks the present one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_mega.models.family import Family
+from areal_mega.models.hf_config import HFConfig
+from areal_mega.models.hf_io import HFTensorSpec
+from areal_mega.models.ownership import Ownership
+from areal_mega.models.proof import prove_model, prove_table
+from areal_mega.models.table import LOCAL, Naming, Param, Shape, TableMismatch
+from areal_mega.parallel.layout import RankLayout
+
+PARCEL_BYTES = 64 * 1024**2
+_ALIGN = 16  # bytes: every part of a buffer can then be viewed as any dtype
+
+
+class Pending(Protocol):
+    """A transfer under way; its buffer may be reused after ``wait``."""
+
+    def wait(self) -> Any: ...
+
+
+class Transport(Protocol):
+    """Moves flat uint8 buffers between two ranks of the layout, in order."""
+
+    def send(self, buffer: Tensor, to: int) -> Pending: ...
+
+    def receive(self, buffer: Tensor, source: int) -> Pending: ...
+
+
+class DistributedTransport:
+    """Point-to-point over a torch.distributed group (gloo or NCCL) whose ranks are the layout's."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    def send(self, buffer: Tensor, to: int) -> Pending:
+        work = dist.isend(buffer, group=self._group, group_dst=to)
+        assert work is not None
+        return work
+
+    def receive(self, buffer: Tensor, source: int) -> Pending:
+        work = dist.irecv(buffer, group=self._group, group_src=source)
+        assert work is not None
+        return work
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Part ``part`` of parameter ``param``, in rank ``rank``'s buffer from byte ``offset`` on."""
+
+    param: Param
+    part: int
+    rank: int
+    shape: Shape
+    dtype: torch.dtype
+    offset: int
+
+    def view(self, buffer: Tensor) -> Tensor:
+        size = prod(self.shape) * self.dtype.itemsize
+        return buffer[self.offset : self.offset + size].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    params: tuple[Param, ...]
+    parts: tuple[_Part, ...]
+    sizes: Mapping[int, int]
+    """Bytes of every sending rank's buffer, the root's own included."""
+
+
+class HFGatherer:
+    """Gathers a sharded model as HuggingFace tensors.
+
+    Args:
+        named: this rank's live tensors by global name; looked up anew at every stream, so a re-assigned entry is seen.
+        layout: how the model is split over the ranks of ``group``; ``rank`` is this one's.
+        group: torch.distributed group of exactly the layout's ranks, in order; None: the default group.
+        root: the rank that receives.
+        transport: replaces torch.distributed (for shards that all live in one process).
+
+    Raises:
+        TableMismatch: the model and the family's table disagree.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        family: Family,
+        hf_config: HFConfig,
+        layout: RankLayout,
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+        root: int = 0,
+        *,
+        naming: Naming = LOCAL,
+        transport: Transport | None = None,
+        parcel_bytes: int = PARCEL_BYTES,
+    ) -> None:
+        self._named, self._naming, self._rank, self._root = named, naming, rank, root
+        self._transport = transport or DistributedTransport(group)
+        self._parcel_bytes = parcel_bytes
+        self._table = family.table(hf_config)
+        self._ownership = Ownership(self._table, layout)
+        prove_table(self._table, self._ownership)
+        prove_model(((name, tuple(tensor.shape)) for name, tensor in named.items()), self._ownership, rank, naming)
+        self._dtype = self._common_dtype()
+
+    def _common_dtype(self) -> torch.dtype:
+        """The training dtype: that of every parameter but fp32 islands, so that ranks agree on it without talking."""
+        seen: dict[torch.dtype, str] = {}
+        for shard in self._ownership.shards(self._rank):
+            name = self._naming.name(shard.param)
+            dtype = self._named[name].dtype
+            if not shard.param.fp32:
+                seen.setdefault(dtype, name)
+            elif dtype != torch.float32:
+                raise TableMismatch(f"{name} must stay fp32 but the model has it in {dtype}")
+        if len(seen) != 1:
+            raise TableMismatch(f"rank {self._rank}: parameters of several dtypes: {', '.join(f'{n} {d}' for d, n in seen.items())}")
+        return next(iter(seen))
+
+    @property
+    def plan(self) -> tuple[HFTensorSpec, ...]:
+        """What ``stream(None)`` yields: the training dtype, fp32 islands apart. Equal on every rank."""
+        return self.plan_as(None)
+
+    def plan_as(self, dtype: torch.dtype | None) -> tuple[HFTensorSpec, ...]:
+        """What ``stream(dtype)`` yields, in its order."""
+        return tuple(HFTensorSpec(t.name, t.shape, self._wire(p, dtype)) for p in self._table.exported for t in p.hf)
+
+    def _wire(self, param: Param, dtype: torch.dtype | None) -> torch.dtype:
+        return torch.float32 if param.fp32 else dtype or self._dtype
+
+    def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor] | None]:
+        """Collective: every rank of the layout iterates it to the end, with the same ``dtype``.
+
+        On the root each item is ``(name, tensor)``: a whole HF tensor in ``dtype`` (None: the training dtype), without vocabulary padding,
+        in plan order. On other ranks the same number of items are None.
+        """
+        parcels = self._parcels(dtype)
+        items = self._collect(parcels) if self._rank == self._root else self._contribute(parcels)
+        yield from items
+
+    def _parcels(self, dtype: torch.dtype | None) -> list[_Parcel]:
+        parcels: list[_Parcel] = []
+        params: list[Param] = []
+        used = 0
+        for param in self._table.exported:
+            size = sum(prod(shape) for shape in param.shapes) * self._wire(param, dtype).itemsize
+            if params and used + size > self._parcel_bytes:
+                parcels.append(self._parcel(params, dtype))
+                params, used = [], 0
+            params.append(param)
+            used += size
+        return [*parcels, self._parcel(params, dtype)]
+
+    def _parcel(self, params: list[Param], dtype: torch.dtype | None) -> _Parcel:
+        parts: list[_Part] = []
+        sizes: dict[int, int] = {}
+        for param in params:
+            wire, split = self._wire(param, dtype), self._ownership.parts(param)
+            for part in range(self._ownership.sources(param)):
+                holders = self._ownership.holders(param, part)
+                # The root's own copy costs no message; otherwise any replica has the same bytes.
+                rank = self._root if self._root in holders else holders[0]
+                shape, offset = param.shard_shape(split, part), sizes.get(rank, 0)
+                parts.append(_Part(param, part, rank, shape, wire, offset))
+                sizes[rank] = offset + -(-prod(shape) * wire.itemsize // _ALIGN) * _ALIGN
+        return _Parcel(tuple(params), tuple(parts), sizes)
+
+    def _contribute(self, parcels: list[_Parcel]) -> Iterator[None]:
+        """A sender's side: at most two buffers under way."""
+        under_way: list[tuple[Pending, Tensor]] = []
+        for parcel in parcels:
+            if self._rank in parcel.sizes:
+                buffer = self._pack(parcel)
+                under_way.append((self._transport.send(buffer, self._root), buffer))
+            if len(under_way) > 1:
+                under_way.pop(0)[0].wait()
+            yield from (None for param in parcel.params for _ in param.hf)
+        for pending, _ in under_way:
+            pending.wait()
+
+    def _pack(self, parcel: _Parcel) -> Tensor:
+        buffer = torch.empty(parcel.sizes[self._rank], dtype=torch.uint8, device=self._device)
+        for part in parcel.parts:
+            if part.rank == self._rank:
+                part.view(buffer).copy_(self._named[self._naming.name(part.param)].detach())
+        return buffer
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._named.values())).device
+
+    def _collect(self, parcels: list[_Parcel]) -> Iterator[tuple[str, Tensor]]:
+        """The root's side: receive the next parcel while this one is unpacked."""
+        following = self._post(parcels[0])
+        for number, parcel in enumerate(parcels):
+            buffers, pending = following
+            if number + 1 < len(parcels):
+                following = self._post(parcels[number + 1])
+            for transfer in pending:
+                transfer.wait()
+            by_param: dict[int, list[_Part]] = {}
+            for part in parcel.parts:
+                by_param.setdefault(id(part.param), []).append(part)
+            for param in parcel.params:
+                yield from self._assemble(param, by_param[id(param)], buffers)
+
+    def _post(self, parcel: _Parcel) -> tuple[dict[int, Tensor], list[Pending]]:
+        buffers: dict[int, Tensor] = {}
+        pending: list[Pending] = []
+        for rank, size in parcel.sizes.items():
+            if rank != self._root:
+                buffers[rank] = torch.empty(size, dtype=torch.uint8, device=self._device)
+                pending.append(self._transport.receive(buffers[rank], rank))
+        return buffers, pending
+
+    def _assemble(self, param: Param, parts: list[_Part], buffers: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        dim, split = param.mapping.dim, self._ownership.parts(param)
+        whole = [torch.empty(tensor.shape, dtype=parts[0].dtype, device=self._device) for tensor in param.hf]
+        for part in parts:
+            own = part.rank == self._root
+            shard = self._named[self._naming.name(param)].detach() if own else part.view(buffers[part.rank])
+            for piece in param.pieces(split, part.part):
+                if piece.source is not None:
+                    whole[piece.source].narrow(dim, piece.start, piece.length).copy_(shard.narrow(dim, piece.at, piece.length))
+        yield from zip((tensor.name for tensor in param.hf), whole, strict=True)
