@@ -1,0 +1,1 @@
+"""Starting, joining and watching the processes of a run."""

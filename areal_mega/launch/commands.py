@@ -1,0 +1,141 @@
+"""Command line and environment of every process of a run. Pure: no process is started, no file read."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from areal_mega.config.schema import Recipe
+from areal_mega.core.errors import UserError
+from areal_mega.launch.local import ProcessSpec
+from areal_mega.launch.rundir import RunDir
+from areal_mega.parallel.strategy import ParallelStrategy
+
+Device = Literal["cpu", "cuda"]
+
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_OURS = frozenset({"--model-path", "--model", "--host", "--port", "--dtype", "--tp-size", "--tp", "--tensor-parallel-size"}) | frozenset(
+    {"--pp-size", "--pp", "--pipeline-parallel-size", "--ep-size", "--ep", "--expert-parallel-size", "--dp-size", "--dp"}
+)
+"""Server flags that the recipe sets elsewhere."""
+
+
+def worker_spec(
+    role: str, rank: int, *, run_dir: RunDir, recipe: Recipe, device: Device, gpus: Sequence[int] = (), env: Mapping[str, str] | None = None
+) -> ProcessSpec:
+    """A train rank or rollout worker: ``areal_mega.launch.worker`` on its GPUs (slot numbers; none for a process that needs none)."""
+    argv = [
+        sys.executable,
+        "-m",
+        "areal_mega.launch.worker",
+        role,
+        f"--rank={rank}",
+        f"--run-dir={run_dir.path}",
+        f"--attempt={run_dir.attempt}",
+    ]
+    full = process_env(recipe, device=device, gpus=gpus) | dict(env or {})
+    return ProcessSpec(role=role, rank=rank, argv=argv, env=full, cpus=_cpus(role, recipe))
+
+
+def server_spec(
+    rank: int,
+    *,
+    recipe: Recipe,
+    strategy: ParallelStrategy,
+    model_path: str,
+    host: str,
+    port: int,
+    device: Device,
+    gpus: Sequence[int] = (),
+    env: Mapping[str, str] | None = None,
+) -> ProcessSpec:
+    """Inference replica ``rank``: the engine that ``rollout.strategy`` names, with ``rollout.server_args`` verbatim at the end.
+
+    ``strategy`` is the whole rollout strategy; a replica has its t·p ranks. ``gpus`` are the replica's slot numbers.
+
+    Raises:
+        UserError: ``rollout.server_args`` sets what the recipe sets elsewhere.
+    """
+    for arg in recipe.rollout.server_args:
+        if (flag := arg.partition("=")[0]) in _OURS:
+            raise UserError(
+                f"rollout.server_args has {flag}, which rollout.strategy, rollout.dtype, model.path and launch.* decide; remove it"
+            )
+    build = _SERVERS.get(strategy.engine)
+    if build is None:
+        raise UserError(f"rollout.strategy names the engine {strategy.engine}; inference servers are: {', '.join(sorted(_SERVERS))}")
+    argv = [*build(recipe, strategy, model_path, device), f"--host={host}", f"--port={port}", *recipe.rollout.server_args]
+    full = process_env(recipe, device=device, gpus=gpus) | dict(env or {})
+    if strategy.engine == "sglang" and device == "cpu":
+        full.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    return ProcessSpec(role="server", rank=rank, argv=argv, env=full, cpus=_cpus("server", recipe))
+
+
+def process_env(recipe: Recipe, *, device: Device, gpus: Sequence[int], parent: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What a process needs in its environment before its first import.
+
+    Args:
+        gpus: slot numbers, counted among the GPUs that ``parent`` (this process's environment) may see.
+    """
+    parent = os.environ if parent is None else parent
+    env = {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": _python_path(parent),
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": visible_devices(gpus, parent),
+    }
+    if device == "cpu":
+        env["OMP_NUM_THREADS"] = str(recipe.launch.threads)
+    else:
+        # Megatron-Core's tensor- and context-parallel overlap relies on kernels starting in the order of their launch.
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = parent.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    return env
+
+
+def visible_devices(gpus: Sequence[int], parent: Mapping[str, str]) -> str:
+    """``CUDA_VISIBLE_DEVICES`` for slots ``gpus``: the parent's own list, where it has one, is what slots count in.
+
+    Raises:
+        UserError: a slot beyond the GPUs that this process may use.
+    """
+    allowed = parent.get("CUDA_VISIBLE_DEVICES")
+    if allowed is None:
+        return ",".join(map(str, gpus))
+    names = [name for name in allowed.split(",") if name]
+    if gpus and max(gpus) >= len(names):
+        raise UserError(
+            f"GPU slot {max(gpus)} is needed, but CUDA_VISIBLE_DEVICES={allowed} allows {len(names)}: slots 0 to {len(names) - 1}"
+        )
+    return ",".join(names[gpu] for gpu in gpus)
+
+
+def _sglang_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, device: Device) -> list[str]:
+    argv = [recipe.rollout.python or sys.executable, "-m", "sglang.launch_server", f"--model-path={model_path}"]
+    argv += [f"--dtype={_DTYPES[recipe.rollout.dtype]}", f"--random-seed={recipe.run.seed}"]
+    sizes = {"--tp-size": strategy.tp, "--pp-size": strategy.pp, "--ep-size": strategy.ep}
+    argv += [f"{flag}={size}" for flag, size in sizes.items() if size > 1]
+    return argv + ["--device=cpu"] * (device == "cpu")
+
+
+def _embedded_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, device: Device) -> list[str]:
+    return [sys.executable, "-m", "areal_mega.serving", model_path, f"--dtype={_DTYPES[recipe.rollout.dtype]}", f"--device={device}"]
+
+
+_SERVERS = {"sglang": _sglang_argv, "embedded": _embedded_argv}
+
+
+def _cpus(role: str, recipe: Recipe) -> tuple[int, ...]:
+    return tuple(recipe.launch.train_cpus if role == "train" else recipe.launch.rollout_cpus)
+
+
+def _python_path(parent: Mapping[str, str]) -> str:
+    """This process's own import path beyond the installation: workflows and rewards of a user's script must be importable in workers."""
+    paths = sysconfig.get_paths()
+    installed = [os.path.realpath(paths[kind]) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+    mine = [os.path.abspath(path) for path in sys.path if os.path.isdir(path or ".")]
+    extra = [path for path in mine if not any(f"{os.path.realpath(path)}/".startswith(f"{root}/") for root in installed)]
+    given = [path for path in parent.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join(dict.fromkeys([*extra, *given]))

@@ -1,0 +1,1 @@
+"""What each role runs: one module per role, with ``main(context: WorkerContext) -> None``."""
