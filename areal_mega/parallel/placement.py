@@ -11,7 +11,8 @@ from areal_mega.parallel.strategy import ParallelStrategy
 
 PlacedRole = Literal["train", "server"]
 TRAIN_ENGINES = ("megatron",)
-SERVER_ENGINES = ("sglang", "vllm", "embedded")
+SERVER_ENGINES = ("sglang", "embedded")
+UNITS = {"cuda": "GPUs", "cpu": "CPU slots", "auto": "slots"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Placement:
 
 
 def place(
-    train: ParallelStrategy, rollout: ParallelStrategy, slots: int | None = None, device: Literal["cpu", "cuda"] = "cpu"
+    train: ParallelStrategy, rollout: ParallelStrategy, slots: int | None = None, device: Literal["auto", "cpu", "cuda"] = "cpu"
 ) -> Placement:
     """Give train ranks the first slots and inference replicas the next ones.
 
@@ -50,7 +51,7 @@ def place(
         train: strategy of the train role.
         rollout: strategy of the inference servers; ``dp`` counts replicas.
         slots: GPUs or CPU slots of this machine. None: on a CPU as many as there are ranks; on GPUs all that are visible.
-        device: what a slot is.
+        device: what a slot is; ``auto`` where that is not known yet, and then ``slots`` must be given.
 
     Raises:
         UserError: when the ranks do not fit, with the sum.
@@ -60,12 +61,13 @@ def place(
     if rollout.engine not in SERVER_ENGINES:
         raise UserError(f"rollout.strategy {rollout}: engine {rollout.engine} does not serve; use one of {', '.join(SERVER_ENGINES)}")
     needed = train.world_size + rollout.world_size
-    unit = "GPUs" if device == "cuda" else "CPU slots"
+    assert slots is not None or device != "auto", "how many slots there are depends on the device"
     available = slots if slots is not None else (visible_gpus() if device == "cuda" else needed)
     if needed > available:
         raise UserError(
-            f"strategies do not fit: train {train} takes {train.world_size} + rollout {rollout} takes {rollout.world_size} = "
-            f"{needed} {unit}, but there are {available}; {_remedy(train, rollout, available, slots is not None)}"
+            f"strategies do not fit: train.strategy {train} takes {train.world_size} + rollout.strategy {rollout} takes "
+            f"{rollout.world_size} = {needed} {UNITS[device]}, but {'there are' if slots is None else 'launch.slots is'} {available}; "
+            f"{_remedy(train, rollout, available, slots is not None)}"
         )
     owned: dict[tuple[PlacedRole, int], tuple[int, ...]] = {("train", rank): (rank,) for rank in range(train.world_size)}
     for replica in range(rollout.dp):

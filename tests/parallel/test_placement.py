@@ -35,7 +35,8 @@ def test_what_does_not_fit_is_refused_with_the_sum(dp: int, tp: int, replicas: i
     with pytest.raises(UserError) as error:
         place(train, rollout, slots, "cuda")
     message = str(error.value)
-    assert f"takes {train.world_size} + rollout" in message and f"= {needed} GPUs, but there are {slots};" in message
+    assert f"takes {train.world_size} + rollout" in message
+    assert f"takes {rollout.world_size} = {needed} GPUs, but launch.slots is {slots};" in message
     assert "\n" not in message
 
 
@@ -54,6 +55,9 @@ def test_roles_take_only_their_own_engines() -> None:
         place(parse("sglang:d1"), parse("sglang:d1"), 8)
     with pytest.raises(UserError, match="engine megatron does not serve"):
         place(parse("megatron:d1"), parse("megatron:d1"), 8)
+
+    with pytest.raises(UserError, match="engine vllm does not serve"):
+        place(parse("megatron:d1"), parse("vllm:d1"), 8)
 
 
 def test_overlapping_slots_are_refused() -> None:
