@@ -1,8 +1,8 @@
 """Ends what a controller leaves behind when it dies without a chance to clean up (kill -9, out of memory).
 
-Run by path as ``python -I -S guard.py MARKER PARENT_PID``. It reads session ids from standard input, one a line, and ``done`` when
-the controller has cleaned up by itself. Death of the controller, noticed by its pid, without ``done``: every process of those
-sessions, or with the marker, is killed.
+Run by path as ``python -I -S guard.py MARKER PARENT_PID``. Standard input says, one a line: ``+SESSION`` to watch, ``-SESSION`` to
+forget, ``done`` when the controller has cleaned up by itself. If the controller dies without ``done``, which its pid or the closed
+pipe tells, every process of those sessions, or with the marker, is killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def main() -> None:
             *lines, pending = (pending + chunk).split(b"\n")
             if b"done" in lines:
                 return
-            sessions.update(int(line) for line in lines)
+            for line in lines:
+                (sessions.add if line.startswith(b"+") else sessions.discard)(int(line[1:]))
     processes.kill_members(sessions, marker)
 
 

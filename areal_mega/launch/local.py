@@ -32,6 +32,8 @@ _HERE = Path(__file__).parent
 _POLL_S = 0.05
 _SETTLE_S = 2.0
 """How long to look for a death behind a failed call: sockets of a killed process close a little before its exit can be seen."""
+_CLEANUP_S = 10.0
+"""How long cancelled work may take to clean up (resume generation, close connections) before it is left to itself."""
 _TAIL_LINES, _TAIL_BYTES = 20, 16384
 
 
@@ -95,7 +97,7 @@ class LocalLauncher:
         for spec in batch:
             child = self._spawner.submit(self._spawn, spec).result()
             self._children[spec.key] = child
-            self._tell_guard(str(child.pid))
+            self._tell_guard(f"+{child.pid}")
             pidfd = os.pidfd_open(child.pid)
             self._pidfds[pidfd] = spec.key
             self._epoll.register(pidfd, select.EPOLLIN)
@@ -159,9 +161,7 @@ class LocalLauncher:
                 raise watcher.exception() or AssertionError("watch never returns") from error
             return await task
         finally:
-            for each in (task, watcher):
-                each.cancel()
-            await asyncio.wait({task, watcher}, timeout=_SETTLE_S)
+            await _cancel(task, watcher)
 
     def stop(self) -> None:
         """End everything, descendants included. Idempotent. A second Ctrl-C meanwhile skips the waiting, not the killing."""
@@ -175,7 +175,8 @@ class LocalLauncher:
                 names = ", ".join(f"{role} rank {rank}" for role, rank in stubborn)
                 log.warning("killing what ignored SIGTERM for %g s: %s", self._shutdown_timeout_s, names)
         finally:
-            if stuck := processes.kill_members({child.pid for child in self._children.values()}, self._marker):
+            living = {self._children[key].pid for key in self._pidfds.values()}
+            if stuck := processes.kill_members(living, self._marker):
                 log.error("these processes survive SIGKILL (waiting inside the kernel): %s", stuck)
             self._wait_exits(5.0)
             self._dismiss_guard()
@@ -200,7 +201,11 @@ class LocalLauncher:
             key = self._pidfds.pop(pidfd)
             self._epoll.unregister(pidfd)
             os.close(pidfd)
-            self._exits.append((key, self._children[key].wait()))
+            child = self._children[key]
+            # What it leaves behind goes now, while the unreaped child still keeps its number, and so its session, from being given away.
+            processes.kill_members({child.pid}, timeout_s=1.0)
+            self._tell_guard(f"-{child.pid}")
+            self._exits.append((key, child.wait()))
 
     def _wait_exits(self, timeout_s: float) -> list[Key]:
         """Wait until all have ended; returns those that have not."""
@@ -253,6 +258,20 @@ class LocalLauncher:
         except subprocess.TimeoutExpired:
             self._guard.kill()
             self._guard.wait()
+
+
+async def _cancel(task: asyncio.Future[Any], watcher: asyncio.Future[Any]) -> None:
+    """End both, and say what else went wrong in ``task`` while it cleaned up."""
+    ended = task.done()
+    task.cancel()
+    watcher.cancel()
+    await asyncio.wait({task, watcher}, timeout=_CLEANUP_S)
+    for each in (task, watcher):
+        error = each.exception() if each.done() and not each.cancelled() else None
+        if error is not None and each is task and not ended:
+            log.warning("while work was cancelled: %s: %s", type(error).__name__, error)
+    if not task.done():
+        log.warning("work did not end within %g s of being cancelled", _CLEANUP_S)
 
 
 def tail(path: Path) -> str:

@@ -15,9 +15,9 @@ MARKER = "AREAL_MEGA_LAUNCH"
 """Environment variable with the launcher's random id."""
 
 
-def members(sessions: Collection[int], marker: str) -> list[int]:
+def members(sessions: Collection[int], marker: str | None = None) -> list[int]:
     """Living processes that belong to one of the sessions or carry ``marker``. Zombies do not count."""
-    needle = f"{MARKER}={marker}".encode()
+    needle = None if marker is None else f"{MARKER}={marker}".encode()
     found = []
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -29,6 +29,8 @@ def members(sessions: Collection[int], marker: str) -> list[int]:
                 continue
             if int(session) in sessions:
                 found.append(int(name))
+                continue
+            if needle is None:
                 continue
             with open(f"/proc/{name}/environ", "rb") as file:
                 if needle in file.read().split(b"\0"):
@@ -46,7 +48,7 @@ def send(pids: Collection[int], signum: int) -> None:
             continue  # ended by itself
 
 
-def kill_members(sessions: Collection[int], marker: str, timeout_s: float = 10.0) -> list[int]:
+def kill_members(sessions: Collection[int], marker: str | None = None, timeout_s: float = 10.0) -> list[int]:
     """SIGKILL until none is left. Returns those that still live at the deadline: only a process stuck in the kernel can."""
     deadline = time.monotonic() + timeout_s
     while left := members(sessions, marker):

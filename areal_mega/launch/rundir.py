@@ -63,12 +63,11 @@ class RunDir:
             if path.exists():
                 _make_way(path, overwrite=run.overwrite)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
+            if not _mkdir(path):
+                raise UserError(f"{path} exists now: another run of this name began at the same moment; choose another run.name")
             run_dir = cls(path, f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}")
             run_dir._lock = _lock(path)
             run_dir._fill(recipe)
-        except FileExistsError as error:
-            raise UserError(f"another run is making {path} right now; choose another run.name") from error
         except OSError as error:
             raise UserError(
                 f"cannot make the run directory {path}: {error.strerror or error}; set run.root to a writable folder"
@@ -173,6 +172,15 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
 def _label(role: str, rank: int) -> str:
     assert _ROLE.fullmatch(role) and rank >= 0, f"not a role and rank: {role!r}, {rank}"
     return f"{role}-{rank}"
+
+
+def _mkdir(path: Path) -> bool:
+    """Make a folder; False where something of that name is there. One step, so that of two runs at once only one succeeds."""
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def _make_way(path: Path, *, overwrite: bool) -> None:

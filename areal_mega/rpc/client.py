@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any
 
@@ -32,6 +33,7 @@ class RpcClient:
         self.address, self.peer = address, peer
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": wire.CONTENT_TYPE}
         self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, method: str, *, timeout_s: float, **kwargs: Any) -> Any:
         """``await handler(**kwargs)`` at the peer.
@@ -65,9 +67,11 @@ class RpcClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # force_close off: connections are kept, so a call costs one round trip. limit=0: long polls must not starve short calls.
+            # limit=0: any number of connections, for long polls must not starve short calls.
             connector = aiohttp.TCPConnector(limit=0, socket_factory=_watched_socket)
             self._session = aiohttp.ClientSession(connector=connector, read_bufsize=wire.BUFFER_BYTES)
+            self._loop = asyncio.get_running_loop()
+        assert self._loop is asyncio.get_running_loop(), f"the client of {self.peer} belongs to another event loop; close it there first"
         return self._session
 
     def _unreachable(self, method: str, reason: str) -> PeerUnreachable:
