@@ -68,9 +68,7 @@ SAMPLES = st.builds(
 )
 ROWS = st.dictionaries(st.text(max_size=4), st.one_of(st.text(), st.integers(), st.lists(st.text(), max_size=2)), max_size=3)
 PROMPTS = st.builds(Prompt, id=st.text(), epoch=COUNTS, row=ROWS)
-GROUPS = st.builds(
-    Group, id=st.text(), prompt=PROMPTS, samples=st.lists(SAMPLES, max_size=2).map(tuple), worker=st.text(), seconds=FLOATS
-)
+GROUPS = st.builds(Group, id=st.text(), prompt=PROMPTS, samples=st.lists(SAMPLES, max_size=2).map(tuple), worker=st.text(), seconds=FLOATS)
 METRICS = st.builds(Metric, reduction=st.sampled_from(["sum", "mean", "min", "max", "last"]), value=FLOATS, weight=FLOATS)
 CORE = st.one_of(PROMPTS, IDS, VERSIONS, HANDLES, SAMPLES, GROUPS, METRICS, trajectories())
 PLAIN = st.one_of(
