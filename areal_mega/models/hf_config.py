@@ -40,12 +40,13 @@ def _hub_config(name: str) -> Path:
     try:
         found = cached_file(name, "config.json")
     except (OSError, ValueError) as error:
-        raise UserError(f"model '{name}' is neither a folder nor reachable on the hub: {_first_line(error)}") from None
+        raise UserError(f"model '{name}' is neither a folder nor reachable on the hub: {first_line(error)}") from None
     assert found is not None, "cached_file raises where it finds nothing"
     return Path(found)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """A library's message, fit for a one-line error."""
     return str(error).strip().splitlines()[0]
 
 

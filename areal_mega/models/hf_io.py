@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from areal_mega.core.errors import UserError
-from areal_mega.models.hf_config import _first_line, load_hf_config
+from areal_mega.models.hf_config import first_line, load_hf_config
 
 DTYPES = {
     "F64": torch.float64,
@@ -88,7 +88,7 @@ def resolve_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=[*COPIED, "*.safetensors", _INDEX]))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise UserError(f"model '{path}' could not be downloaded: {_first_line(error)}") from None
+        raise UserError(f"model '{path}' could not be downloaded: {first_line(error)}") from None
 
 
 class HFSource:
@@ -133,7 +133,7 @@ class HFSource:
         try:
             self._files[file] = self._stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is truncated or damaged ({_first_line(error)}); fetch the model again") from None
+            raise UserError(f"{path} is truncated or damaged ({first_line(error)}); fetch the model again") from None
         self._names[file] = frozenset(self._files[file].keys())
 
     def names(self) -> tuple[str, ...]:
@@ -220,12 +220,17 @@ class HFWriter:
         self._open: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> HFWriter:
-        with _disk(self._aside):
-            self._aside.mkdir(parents=True)
-            copy_model_files(self._source, self._aside)
-            for file, header in self._headers.items():
-                self._open[file] = (self._aside / file).open("wb")
-                self._open[file].write(header)
+        shutil.rmtree(self._aside, ignore_errors=True)
+        try:
+            with _disk(self._aside):
+                self._aside.mkdir(parents=True)
+                copy_model_files(self._source, self._aside)
+                for file, header in self._headers.items():
+                    self._open[file] = (self._aside / file).open("wb")
+                    self._open[file].write(header)
+        except UserError:
+            self._abandon()
+            raise
         return self
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -246,9 +251,13 @@ class HFWriter:
             if error is None:
                 self._finish()
         finally:
-            for handle in self._open.values():
-                handle.close()
-            shutil.rmtree(self._aside, ignore_errors=True)
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Close files and remove what has no name yet (nothing, once the folder is renamed)."""
+        for handle in self._open.values():
+            handle.close()
+        shutil.rmtree(self._aside, ignore_errors=True)
 
     def _finish(self) -> None:
         assert not self._left, f"{len(self._left)} tensors were never written, e.g. {min(self._left)}"
@@ -265,8 +274,12 @@ class HFWriter:
         for file, size in self._sizes.items():
             assert (self._aside / file).stat().st_size == size, f"{file} has another size than planned"
         if self._overwrite and self.out.exists():
-            shutil.rmtree(self.out)
-        self._aside.rename(self.out)
+            old = self._aside.with_name(f"{self._aside.name}-replaced")
+            self.out.rename(old)
+            self._aside.rename(self.out)
+            shutil.rmtree(old)
+        else:
+            self._aside.rename(self.out)
 
 
 class _disk:

@@ -27,13 +27,12 @@ def make_random_model(source_folder: str | Path, out_folder: str | Path, seed: i
     hf_config = load_hf_config(str(folder))
     table = family_for(hf_config).table(hf_config)
     config = AutoConfig.from_pretrained(folder)
-    dtype = config.dtype or torch.float32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
     with tempfile.TemporaryDirectory(dir=Path(out_folder).absolute().parent, prefix=".random-") as aside:
         # transformers knows how its modules are spelled in files (experts are fused in memory); our writer copies the rest verbatim.
-        model.to(dtype).save_pretrained(aside)
+        model.save_pretrained(aside)
         with HFSource(aside) as made:
             prove_source(made.names(), table, str(folder))
             plan = [made.spec(tensor.name) for tensor in table.hf_tensors]
