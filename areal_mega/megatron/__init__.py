@@ -1,0 +1,1 @@
+"""The training engine: Megatron-Core models under 5D parallelism, on GPUs or, unchanged, on CPUs."""

@@ -1,0 +1,173 @@
+"""Build a model's pipeline chunks from a HuggingFace config, and name what they hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from areal_mega.config.schema import RouterSection, TrainSection
+from areal_mega.megatron.platform import Platform
+from areal_mega.megatron.specs import block_spec
+from areal_mega.models.family import Family
+from areal_mega.models.ownership import Ownership
+from areal_mega.models.table import padded_vocab_size
+from areal_mega.parallel.layout import RankLayout
+from areal_mega.parallel.strategy import ParallelStrategy
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def initialize_groups(strategy: ParallelStrategy) -> None:
+    """Create Megatron-Core's process groups, unless this process has the same already."""
+    if parallel_state.is_initialized():
+        raise RuntimeError("this process has a Megatron engine already; close it before another is made")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=strategy.tp,
+        pipeline_model_parallel_size=strategy.pp,
+        virtual_pipeline_model_parallel_size=strategy.vpp if strategy.vpp > 1 else None,
+        context_parallel_size=strategy.cp,
+        expert_model_parallel_size=strategy.ep,
+        expert_tensor_parallel_size=strategy.etp,
+        create_gloo_process_groups=False,
+    )
+
+
+def transformer_config(
+    family: Family,
+    hf_config: dict[str, Any],
+    strategy: ParallelStrategy,
+    train: TrainSection,
+    router: RouterSection,
+    dtype: torch.dtype,
+    platform: Platform,
+) -> TransformerConfig:
+    """Architecture from the family, everything else from the recipe and the platform."""
+    architecture = family.transformer_config(hf_config)
+    # Refuses layers or experts that do not divide, before any weight exists.
+    Ownership(family.table(hf_config), RankLayout(strategy))
+    fused = platform.transformer_engine
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": strategy.tp,
+        "pipeline_model_parallel_size": strategy.pp,
+        "virtual_pipeline_model_parallel_size": strategy.vpp if strategy.vpp > 1 else None,
+        "context_parallel_size": strategy.cp,
+        "expert_model_parallel_size": strategy.ep,
+        "expert_tensor_parallel_size": strategy.etp,
+        "sequence_parallel": strategy.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "variable_seq_lengths": True,
+        "batch_p2p_sync": False,
+        # Losses arrive divided by the global denominator: gradients are plain sums, and nothing may rescale them.
+        "calculate_per_token_loss": True,
+        "finalize_model_grads_func": _finalize,
+        "perform_initialization": False,
+        "use_cpu_initialization": platform.is_cpu,
+        "gradient_accumulation_fusion": platform.fused_weight_gradients,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "apply_rope_fusion": fused and not architecture.get("rotary_interleaved", False),
+        "persist_layer_norm": False,
+        "moe_permute_fusion": fused,
+        "moe_grouped_gemm": fused,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_dtype": "fp32" if router.fp32 else None,
+        "moe_router_load_balancing_type": "aux_loss" if router.aux_loss_coef else "none",
+        "moe_aux_loss_coeff": router.aux_loss_coef,
+        "moe_z_loss_coeff": router.z_loss_coef or None,
+    }
+    settings |= _RECOMPUTE[train.recompute]
+    config = TransformerConfig(**architecture, **settings)
+    for name, value in family.config_attributes(hf_config).items():
+        setattr(config, name, value)
+    return config
+
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def _finalize(model: list[nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron-Core's reduction of gradients over DP, CP, sequence-parallel norms and tied embeddings, without its division by tokens."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def build_chunks(config: TransformerConfig, gpt_kwargs: dict[str, Any], strategy: ParallelStrategy, platform: Platform) -> list[nn.Module]:
+    """This rank's model: one chunk, or one per virtual stage. bf16 models are wrapped for Megatron-Core's casts."""
+    kwargs = dict(gpt_kwargs)
+    kwargs["vocab_size"] = padded_vocab_size(kwargs["vocab_size"], strategy.tp)
+    chunks: list[nn.Module] = []
+    for vp_stage in range(strategy.vpp) if strategy.vpp > 1 else [None]:
+        chunk: nn.Module = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, platform.transformer_engine, vp_stage),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
+            vp_stage=vp_stage,
+            **kwargs,
+        ).to(platform.device)
+        if config.bf16:
+            chunk = Float16Module(config, chunk)
+        chunks.append(chunk)
+    return chunks
+
+
+def wrap_for_training(config: TransformerConfig, chunks: list[nn.Module], distributed_optimizer: bool) -> list[nn.Module]:
+    """Megatron-Core's data parallelism around each chunk: gradients in fp32 buffers, summed over DP and CP."""
+    wrapped: list[nn.Module] = []
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    for number, chunk in enumerate(chunks):
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False, check_for_nan_in_grad=False
+        )
+        layout = None
+        if distributed_optimizer:
+            parameters = [p for p in chunk.parameters() if p.requires_grad]
+            layout = DistributedOptimizer.compute_full_param_layout(
+                parameters, None, groups.dp_cp.size(), ddp, expert_data_parallel_world_size=groups.expt_dp.size()
+            )
+        wrapped.append(DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0, full_param_layout=layout))
+    return wrapped
+
+
+def unwrap(chunk: nn.Module) -> GPTModel:
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk
+
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_EXPERT = re.compile(r"^(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)$")
+
+
+def named_tensors(chunks: Sequence[nn.Module], local_experts: int, expert_rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Live parameters and persistent buffers with global layer and expert numbers, all chunks together."""
+    for chunk in chunks:
+        model = unwrap(chunk)
+        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        persistent = {name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        found = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
+        for name, tensor in found.items():
+            if match := _LAYER.match(name):
+                rest = match[2]
+                if expert := _EXPERT.match(rest):
+                    rest = f"{expert[1]}{int(expert[2]) + expert_rank * local_experts}{expert[3]}"
+                name = f"decoder.layers.{layers[int(match[1])]}.{rest}"
+            yield name, tensor
