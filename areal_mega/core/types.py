@@ -48,6 +48,8 @@ class Trajectory:
     finish_reason: FinishReason
     scores: Mapping[str, float] = field(default_factory=dict)
     turn: int = 0
+    member: int | None = None
+    """Which member of the group this is (the one whose seed it was sampled with); None: numbered in the order returned."""
 
     def __post_init__(self) -> None:
         n = len(self.input_ids)

@@ -1,0 +1,159 @@
+"""The rollout worker: one per inference replica. Runs episodes against its server and keeps what they made until it is fetched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from areal_mega.config.schema import Recipe
+from areal_mega.core.types import Prompt
+from areal_mega.rewards.runner import RewardRunner
+from areal_mega.rollout.client import InferenceClient
+from areal_mega.rollout.executor import Executor
+from areal_mega.rollout.load import load_tokenizer, load_workflow
+from areal_mega.rollout.results import PURPOSES, EpisodeResult, Purpose
+from areal_mega.rollout.store import TrajectoryStore
+from areal_mega.rollout.workflow import GenerationEngine, GenerationSettings, Workflow, WorkflowContext
+from areal_mega.rpc.server import RpcServer
+
+METHODS = ("connect", "submit", "collect", "fetch", "release", "under_way", "status")
+
+
+class RolloutWorker:
+    """What the controller and the train ranks call. Use: ``start``, ``connect``, then the rest; ``close`` at the end.
+
+    Args:
+        recipe: the run's recipe.
+        address: host:port under which this worker is called; it goes into every handle.
+    """
+
+    def __init__(self, recipe: Recipe, *, address: str) -> None:
+        self._recipe = recipe
+        self._store = TrajectoryStore(address)
+        reward = recipe.reward
+        self._reward = RewardRunner(reward.path, reward.kwargs, timeout_s=reward.timeout_s, workers=reward.workers)
+        self._workflows: dict[Purpose, Workflow] = {}
+        self._client: InferenceClient | None = None
+        self._executor: Executor | None = None
+
+    def register(self, server: RpcServer) -> None:
+        """Serve every method of `METHODS`."""
+        for method in METHODS:
+            server.register(method, getattr(self, method))
+
+    async def start(self) -> None:
+        """Load tokenizer and workflow, start the verifier processes.
+
+        Raises:
+            UserError: model folder, workflow or reward are not what the recipe says.
+        """
+        tokenizer = await asyncio.to_thread(load_tokenizer, self._recipe.model.path)
+        workflow = self._recipe.workflow
+        for purpose in PURPOSES:
+            self._workflows[purpose] = load_workflow(workflow.path, workflow.kwargs, self._context(tokenizer, purpose))
+        await self._reward.start()
+
+    async def connect(self, base_url: str, deadline_s: float) -> dict[str, Any]:
+        """Use the inference server at ``base_url`` once it is healthy; returns what it can do.
+
+        Raises:
+            DeadlineExceeded: it is not healthy after ``deadline_s`` seconds.
+        """
+        rollout = self._recipe.rollout
+        self._client = InferenceClient(base_url, timeout_s=rollout.request_timeout_s, retries=rollout.request_retries)
+        await self._client.wait_healthy(deadline_s)
+        capabilities = await self._client.probe()
+        self.use(self._client)
+        return asdict(capabilities)
+
+    def use(self, engine: GenerationEngine) -> None:
+        """Generate with ``engine`` from now on (what ``connect`` does with its client)."""
+        assert self._workflows, "start the worker first"
+        assert self._executor is None, "the worker is connected already"
+        self._executor = Executor(
+            run=self._recipe.run.name,
+            engine=engine,
+            workflows=self._workflows,
+            store=self._store,
+            max_concurrent=self._recipe.rollout.max_concurrent_prompts,
+        )
+
+    async def submit(self, prompts: Sequence[Prompt], step: int, purpose: Purpose = "train") -> int:
+        """Queue prompts of train step ``step``; returns how many of this purpose are under way."""
+        self._running.submit(prompts, step=step, purpose=purpose)
+        waiting, running, _ = self._running.queued(purpose)
+        return waiting + running
+
+    async def collect(self, max_groups: int, timeout_s: float, purpose: Purpose = "train") -> list[EpisodeResult]:
+        """Finished episodes, at most ``max_groups``, in the order they finished; an empty list after ``timeout_s`` without one."""
+        return await self._running.collect(max_groups, timeout_s=timeout_s, purpose=purpose)
+
+    async def under_way(self, purpose: Purpose = "train") -> list[Prompt]:
+        """Prompts submitted and not finished: what a recovered run must submit again."""
+        return self._running.under_way(purpose)
+
+    async def fetch(self, keys: Sequence[str]) -> list[np.ndarray]:
+        """Arrays by the keys of their handles, in that order."""
+        return self._store.get(keys)
+
+    async def release(self, keys: Sequence[str]) -> int:
+        """Forget arrays that were trained on or will not be; returns the bytes freed."""
+        freed = self._store.release(keys)
+        self._running.wake()
+        return freed
+
+    async def status(self) -> dict[str, Any]:
+        """Queues, counters since start, bytes held, and the episodes that have run longest (prompt id, seconds)."""
+        executor = self._running
+        queues = {purpose: dict(zip(("waiting", "running", "finished"), executor.queued(purpose), strict=True)) for purpose in PURPOSES}
+        return {
+            "queues": queues,
+            "counts": dict(executor.counts),
+            "rewards": dict(self._reward.counts),
+            "store": {"arrays": len(self._store), "nbytes": self._store.nbytes, "limit": self._store.limit, "full": self._store.full},
+            "oldest": executor.oldest(),
+        }
+
+    async def close(self) -> None:
+        """Cancel episodes, end the verifier processes, leave the server."""
+        if self._executor is not None:
+            await self._executor.close()
+        await self._reward.close()
+        if self._client is not None:
+            await self._client.close()
+
+    @property
+    def _running(self) -> Executor:
+        assert self._executor is not None, "connect the worker to an inference server first"
+        return self._executor
+
+    def _context(self, tokenizer: Any, purpose: Purpose) -> WorkflowContext:
+        return WorkflowContext(
+            tokenizer=tokenizer,
+            settings=settings_for(self._recipe, purpose),
+            reward=self._reward,
+            run_seed=self._recipe.run.seed,
+            evaluation=purpose == "eval",
+        )
+
+
+def settings_for(recipe: Recipe, purpose: Purpose) -> GenerationSettings:
+    """How episodes of a purpose sample: evaluation has its own number of samples, temperature and length."""
+    rollout, evaluation = recipe.rollout, recipe.eval
+    if purpose == "train":
+        group_size, temperature, max_new_tokens = rollout.group_size, rollout.temperature, rollout.max_new_tokens
+    else:
+        group_size, temperature = evaluation.samples, evaluation.temperature
+        max_new_tokens = evaluation.max_new_tokens or rollout.max_new_tokens
+    return GenerationSettings(
+        group_size=group_size,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+    )
