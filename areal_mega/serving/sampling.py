@@ -1,0 +1,93 @@
+"""Sampling of one token per row, all rows at once, each with its own seed.
+
+A row's random number depends on its seed and on the token's position in the sequence alone: not on who else is in the batch, nor on
+where the request was interrupted and continued.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float64 [rows] in [0, 1): two rounds of splitmix64 (Steele, Lea and Flood, 2014), keyed by seed, counted by position."""
+    with np.errstate(over="ignore"):
+        x = _mix(seeds.astype(np.uint64) + _GOLDEN)
+        x = _mix(x ^ (positions.astype(np.uint64) * _GOLDEN))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_A
+    x = (x ^ (x >> np.uint64(27))) * _MIX_B
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """Parameters of the rows to sample, each [rows]. ``temperature`` 0 is greedy; ``top_k`` <= 0, ``top_p`` 1, ``min_p`` 0 are off."""
+
+    temperature: np.ndarray
+    top_p: np.ndarray
+    top_k: np.ndarray
+    min_p: np.ndarray
+    seed: np.ndarray
+    position: np.ndarray
+
+
+def sample(logits_rv: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a token for every row.
+
+    Args:
+        logits_rv: float32 [rows, vocab].
+
+    Returns:
+        tokens int64 [rows]; their log-probabilities float32 [rows]; log-probabilities of all tokens, [rows, vocab]. These are
+        log_softmax(logits / temperature) before top-k, top-p and min-p, as SGLang reports them; of a greedy row, log_softmax(logits).
+    """
+    greedy = rows.temperature == 0.0
+    scale = np.where(greedy, 1.0, rows.temperature).astype(np.float32)
+    scaled = logits_rv if (scale == 1.0).all() else logits_rv / torch.from_numpy(scale)[:, None]
+    logprobs_rv = torch.log_softmax(scaled, -1)
+    if greedy.all():
+        tokens = logits_rv.argmax(-1)
+    else:
+        tokens = _draw(logprobs_rv, rows)
+        if greedy.any():
+            tokens = torch.where(torch.from_numpy(greedy), logits_rv.argmax(-1), tokens)
+    return tokens, logprobs_rv.gather(1, tokens[:, None]).squeeze(1), logprobs_rv
+
+
+def _draw(logprobs_rv: Tensor, rows: RowSampling) -> Tensor:
+    """Inverse transform sampling: the first token whose cumulated probability exceeds the row's uniform number."""
+    probabilities = logprobs_rv.exp()
+    limited = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
+    if limited.any():
+        where = torch.from_numpy(np.flatnonzero(limited))
+        probabilities[where] = _limit(probabilities[where], rows, np.flatnonzero(limited))
+    # Double precision, or the tail of a large vocabulary would never be drawn.
+    cumulated = probabilities.cumsum(-1, dtype=torch.float64)
+    draw = torch.from_numpy(uniforms(rows.seed, rows.position))[:, None] * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, draw, right=True).squeeze(1).clamp_(max=probabilities.shape[1] - 1)
+
+
+def _limit(probabilities: Tensor, rows: RowSampling, where: np.ndarray) -> Tensor:
+    """Zero what top-k, top-p or min-p exclude, in that order; the likeliest token always stays. Not renormalised."""
+    top_k, top_p, min_p = (torch.from_numpy(a[where]) for a in (rows.top_k, rows.top_p, rows.min_p))
+    ordered, index = probabilities.sort(-1, descending=True)
+    rank = torch.arange(ordered.shape[1])
+    keep = (top_k[:, None] <= 0) | (rank < top_k[:, None])
+    kept = ordered * keep
+    # Nucleus of what top-k left: a token stays while the mass before it is below top_p of the whole.
+    before = kept.cumsum(-1, dtype=torch.float64) - kept
+    keep &= before < top_p[:, None].double() * kept.sum(-1, keepdim=True, dtype=torch.float64)
+    keep &= ordered >= min_p[:, None] * ordered[:, :1]
+    keep[:, 0] = True
+    return torch.zeros_like(probabilities).scatter_(1, index, ordered * keep)
