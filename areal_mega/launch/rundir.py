@@ -41,11 +41,12 @@ _POLL_S = 0.05
 class RunDir:
     """Paths and rendezvous of one attempt at a run. ``create`` is the controller's, ``open`` everyone else's."""
 
-    def __init__(self, path: Path, attempt: str) -> None:
+    def __init__(self, path: Path, attempt: str, token: str) -> None:
         self.path = path
         self.attempt = attempt
+        self.token = token
+        """The attempt's secret: every call between its processes shows it."""
         self._lock: int | None = None
-        self._token: str | None = None
 
     @classmethod
     def create(cls, recipe: Recipe) -> RunDir:
@@ -65,7 +66,8 @@ class RunDir:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not _mkdir(path):
                 raise UserError(f"{path} exists now: another run of this name began at the same moment; choose another run.name")
-            run_dir = cls(path, f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}")
+            attempt = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+            run_dir = cls(path, attempt, secrets.token_hex(32))
             run_dir._lock = _lock(path)
             run_dir._fill(recipe)
         except OSError as error:
@@ -81,10 +83,11 @@ class RunDir:
         Raises:
             UserError: there is no such attempt.
         """
-        run_dir = cls(Path(path).absolute(), attempt)
-        if not run_dir.rendezvous.is_dir():
-            raise UserError(f"no attempt {attempt} in {run_dir.path}; was the run replaced, or is the file system not shared?")
-        return run_dir
+        path = Path(path).absolute()
+        try:
+            return cls(path, attempt, (path / "rendezvous" / attempt / "token").read_text())
+        except FileNotFoundError as error:
+            raise UserError(f"no attempt {attempt} in {path}; was the run replaced, or is the file system not shared?") from error
 
     def close(self) -> None:
         """Let go of the directory; it may then be replaced."""
@@ -99,13 +102,6 @@ class RunDir:
     @property
     def rendezvous(self) -> Path:
         return self.path / "rendezvous" / self.attempt
-
-    @property
-    def token(self) -> str:
-        """The attempt's secret: every call between its processes shows it."""
-        if self._token is None:
-            self._token = (self.rendezvous / "token").read_text()
-        return self._token
 
     def log_path(self, role: str, rank: int) -> Path:
         return self.path / "logs" / f"{_label(role, rank)}.log"
@@ -152,7 +148,7 @@ class RunDir:
     def _fill(self, recipe: Recipe) -> None:
         (self.path / "logs").mkdir()
         self.rendezvous.mkdir(parents=True)
-        write_atomic(self.rendezvous / "token", secrets.token_hex(32), mode=0o600)
+        write_atomic(self.rendezvous / "token", self.token, mode=0o600)
         write_atomic(self.recipe_path, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 

@@ -74,6 +74,14 @@ class Rank:
         return "now"
 
 
+async def queue_holds(client: RpcClient, calls: int) -> dict[str, Any]:
+    """Wait until so many calls have arrived and not begun; returns the health of that moment."""
+    while True:
+        health: dict[str, Any] = await client.call("health", timeout_s=60)
+        if health["queued"] >= calls:
+            return health
+
+
 @pytest.fixture
 def rank() -> Iterator[Rank]:
     rank = Rank()
@@ -89,8 +97,7 @@ async def test_health_and_async_methods_answer_while_the_main_thread_is_busy(ran
     busy = asyncio.create_task(client.call("block", timeout_s=120))
     await asyncio.to_thread(rank.entered.wait, 60)
     queued = asyncio.create_task(client.call("note", timeout_s=120, item=1))
-    while (health := await client.call("health", timeout_s=60))["queued"] < 1:
-        await asyncio.sleep(0.01)
+    health = await queue_holds(client, 1)
     assert health["busy"] == "block" and health["busy_s"] > 0 and not busy.done() and not queued.done()
     assert await client.call("soon", timeout_s=60) == "now"
     rank.release.set()
@@ -108,8 +115,7 @@ async def test_blocking_calls_run_one_at_a_time_in_order_on_the_serving_thread(r
     calls = []
     for item in range(20):
         calls.append(asyncio.create_task(client.call("note", timeout_s=120, item=item)))
-        while (await client.call("health", timeout_s=60))["queued"] <= item:
-            await asyncio.sleep(0)
+        await queue_holds(client, item + 1)
     rank.release.set()
     assert all(await asyncio.gather(*calls))
     await busy
@@ -151,13 +157,12 @@ async def test_leaving_from_within_a_call_tells_this_caller_and_those_who_wait(r
     calls = []
     for method in ("leave", "fail"):
         calls.append(asyncio.create_task(client.call(method, timeout_s=120)))
-        while (await client.call("health", timeout_s=60))["queued"] < len(calls):
-            await asyncio.sleep(0)
+        await queue_holds(client, len(calls))
     rank.release.set()
     await busy
     with pytest.raises(RpcError, match="is ending: SystemExit"):
         await calls[0]
-    with pytest.raises((RpcError, PeerUnreachable), match="stopped before fail began|unreachable"):
+    with pytest.raises((RpcError, PeerUnreachable), match=r"stopped before fail began|unreachable"):
         await calls[1]
     await asyncio.to_thread(rank.thread.join, 30)
     assert rank.log == ["SystemExit"]

@@ -117,9 +117,9 @@ async def test_an_exception_carries_type_message_and_traceback(client: RpcClient
 
 
 async def test_a_users_mistake_and_a_deadline_cross_as_what_they_are(client: RpcClient) -> None:
-    with pytest.raises(UserError, match="^a typo$"):
+    with pytest.raises(UserError, match=r"^a typo$"):
         await client.call("fail", timeout_s=30, kind="user")
-    with pytest.raises(DeadlineExceeded, match="train rank 0 at .*rank 3 is missing"):
+    with pytest.raises(DeadlineExceeded, match=r"train rank 0 at .*rank 3 is missing"):
         await client.call("fail", timeout_s=30, kind="deadline")
 
 
@@ -130,16 +130,16 @@ async def test_a_silent_peer_is_named_with_the_deadline(client: RpcClient) -> No
 
 
 async def test_wrong_arguments_and_methods_are_errors_that_help(client: RpcClient) -> None:
-    with pytest.raises(RpcError, match="TypeError.*valeu"):
+    with pytest.raises(RpcError, match=r"TypeError.*valeu"):
         await client.call("echo", timeout_s=30, valeu=1)
-    with pytest.raises(RpcError, match="no method 'ecoh'.*echo"):
+    with pytest.raises(RpcError, match=r"no method 'ecoh'.*echo"):
         await client.call("ecoh", timeout_s=30)
 
 
 async def test_what_cannot_be_encoded_is_an_error_at_the_side_that_has_it(client: RpcClient) -> None:
     with pytest.raises(CodecError, match="cannot encode"):
         await client.call("echo", timeout_s=30, value=object())
-    with pytest.raises(RpcError, match="CodecError: cannot encode a builtins.object"):
+    with pytest.raises(RpcError, match=r"CodecError: cannot encode a builtins.object"):
         await client.call("unsendable", timeout_s=30)
 
 
@@ -222,7 +222,7 @@ async def test_a_peer_killed_in_mid_call_is_unreachable_long_before_the_deadline
     call = asyncio.create_task(client.call("sleep", timeout_s=3600, seconds=3600))
     await client.call("health", timeout_s=30)
     process.send_signal(signal.SIGKILL)
-    with pytest.raises(PeerUnreachable, match="rollout rank 0 at .*calling sleep"):
+    with pytest.raises(PeerUnreachable, match=r"rollout rank 0 at .*calling sleep"):
         await call
     with pytest.raises(PeerUnreachable):  # and it stays so
         await client.call("health", timeout_s=3600)
@@ -248,7 +248,7 @@ async def test_a_frozen_peer_meets_the_deadline(peer: tuple[subprocess.Popen[str
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "", "0.0.0.0", "192.0.2.1"])
 async def test_a_bad_host_is_one_line_about_launch_host(host: str) -> None:
-    with pytest.raises(UserError, match="cannot listen on .*launch.host") as caught:
+    with pytest.raises(UserError, match=r"cannot listen on .*launch.host") as caught:
         await RpcServer("secret", "test").start(host)
     assert "\n" not in str(caught.value)
 
