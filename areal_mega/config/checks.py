@@ -141,12 +141,7 @@ def _batch(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Ite
         )
 
 
-def _groups(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Iterator[str]:
-    if r.rollout.group_size == 1 and r.algorithm.filter_uniform_groups:
-        yield (
-            "algorithm.filter_uniform_groups drops groups of equal rewards, and with rollout.group_size 1 every group is one: "
-            "nothing would ever be trained; use a group size of 2 or more"
-        )
+def _sampling(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Iterator[str]:
     if r.rollout.top_k == 0 or r.rollout.top_k < -1:
         yield f"rollout.top_k is {r.rollout.top_k}: it counts tokens to sample among; use -1 to turn it off, or 1 or more"
     if r.eval.samples > 1 and r.eval.temperature == 0:
@@ -187,4 +182,4 @@ def _schedules(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) ->
 
 
 Check = Callable[[Recipe, ParallelStrategy, ParallelStrategy], Iterator[str]]
-CHECKS: tuple[Check, ...] = (_model_and_kl, _placement, _server, _batch, _groups, _schedules)
+CHECKS: tuple[Check, ...] = (_model_and_kl, _placement, _server, _batch, _sampling, _schedules)

@@ -26,11 +26,6 @@ CONTRADICTIONS = [
     (["rollout.server_args=['--dtype=float16']"], ["rollout.server_args", "rollout.dtype"], "change rollout.dtype instead"),
     (["launch.slots=1"], ["train.strategy", "rollout.strategy", "launch.slots"], "takes 1 = 2 slots, but launch.slots"),
     (["launch.train_cpus=[0, 1]", "launch.rollout_cpus=[1, 2]"], ["launch.train_cpus", "launch.rollout_cpus"], "both name cores [1]"),
-    (
-        ["rollout.group_size=1", "algorithm.filter_uniform_groups=true"],
-        ["algorithm.filter_uniform_groups", "rollout.group_size"],
-        "nothing",
-    ),
     (["rollout.top_k=0"], ["rollout.top_k"], "use -1"),
     (["eval.samples=4"], ["eval.samples", "eval.temperature"], "same greedy answer 4 times"),
     (["eval.every_steps=1"], ["eval.every_steps", "data.valid"], "nothing to evaluate on"),

@@ -1,0 +1,59 @@
+"""The ``areal-mega`` program: its verbs, its exit codes, and how failures look.
+
+0: done. 1: the run failed (a process died, a deadline passed). 2: the user's mistake, said in one line. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from areal_mega import __version__
+from areal_mega.cli import config, doctor, report, serve, train
+from areal_mega.core.errors import DeadlineExceeded, UserError, WorkerDied
+
+app = typer.Typer(
+    name="areal-mega",
+    help="Reinforcement learning for large MoE language models: Megatron-Core training, SGLang rollouts, weights over one communicator.",
+    no_args_is_help=True,
+    # Failures are shown by `main`; anything else is a fault of ours and keeps its plain traceback.
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at recipes.", no_args_is_help=True)
+app.command("train")(train.train)
+config_app.command("show")(config.show)
+app.add_typer(config_app, name="config")
+app.command("doctor")(doctor.doctor)
+# Its options are the server's own, so `--help` goes there too.
+app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)(serve.serve)
+app.command("report")(report.report)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"areal-mega {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+def main() -> None:
+    """Run the program and exit with its code."""
+    try:
+        app(prog_name="areal-mega")
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except (WorkerDied, DeadlineExceeded) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)

@@ -1,0 +1,12 @@
+"""``areal-mega serve``: the embedded inference server."""
+
+from __future__ import annotations
+
+import typer
+
+
+def serve(context: typer.Context) -> None:
+    """Serve MODEL over SGLang's HTTP protocol; the options are the embedded server's own."""
+    from areal_mega.serving.app import serve as run_server
+
+    run_server(list(context.args))
