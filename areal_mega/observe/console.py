@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Literal, TextIO
@@ -50,11 +51,13 @@ class ConsoleSink:
         self._console.print(_row(record, self._total))
 
     def note(self, text: str) -> None:
-        """A sentence between the steps."""
+        """A sentence between the steps. With the console off it goes to the log instead: it is never lost."""
         if self._console is not None:
             self._console.print(Text(text, style="yellow"))
         elif self._style == "plain":
             print(text, file=self._stream, flush=True)
+        else:
+            logging.getLogger(__name__).warning(text)
 
 
 def evaluation(metrics: Mapping[str, float]) -> tuple[str, float] | None:

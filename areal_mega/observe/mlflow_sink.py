@@ -217,8 +217,11 @@ class MlflowSink:
         """There is something new in the run directory. Returns at once."""
         self._wake.set()
 
-    def close(self, status: RunStatus, timeout_s: float = 30.0) -> str | None:
-        """Let the thread finish, for ``timeout_s`` at most. Returns None, or a sentence on what MLflow did not take and the remedy."""
+    def close(self, status: RunStatus, timeout_s: float | None = None) -> str | None:
+        """Let the thread finish, for ``timeout_s`` at most (none: 30 s, or 120 s for a local database). Returns None, or a sentence on what MLflow did not take and the remedy."""
+        if timeout_s is None:
+            # A local database is only ever slow (making its tables, a busy machine); a server may be gone for good.
+            timeout_s = 120.0 if self._delivery.state.uri.startswith("sqlite:") else 30.0
         self._status = status
         self._closing.set()
         self._wake.set()
@@ -255,10 +258,11 @@ class MlflowSink:
                 return
 
     def _tell(self, trouble: str | None) -> None:
-        if (trouble is None) != (self._trouble is None):
-            where = self._delivery.state.uri
-            again = f"MLflow at {where} answers again; what it missed has been sent"
-            self._on_trouble(again if trouble is None else f"MLflow at {where} cannot be reached ({trouble}); metrics wait in {METRICS_FILE}")
+        where = self._delivery.state.uri
+        if trouble is not None and self._trouble is None:
+            self._on_trouble(f"MLflow at {where} cannot be reached ({trouble}); metrics wait in {METRICS_FILE}")
+        elif trouble is None and self._trouble is not None:
+            self._on_trouble(f"MLflow at {where} answers again; what it missed has been sent")
         self._trouble = trouble
 
 
