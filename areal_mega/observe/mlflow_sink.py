@@ -218,7 +218,10 @@ class MlflowSink:
         self._wake.set()
 
     def close(self, status: RunStatus, timeout_s: float | None = None) -> str | None:
-        """Let the thread finish, for ``timeout_s`` at most (none: 30 s, or 120 s for a local database). Returns None, or a sentence on what MLflow did not take and the remedy."""
+        """Let the thread finish, for ``timeout_s`` at most (none: 30 s, or 120 s for a local database).
+
+        Returns None, or a sentence on what MLflow did not take and the remedy.
+        """
         if timeout_s is None:
             # A local database is only ever slow (making its tables, a busy machine); a server may be gone for good.
             timeout_s = 120.0 if self._delivery.state.uri.startswith("sqlite:") else 30.0

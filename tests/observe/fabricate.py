@@ -15,7 +15,12 @@ RECIPE = {
     "algorithm": {"name": "grpo", "correction": "decoupled"},
     "reward": {"path": "my.module:reward", "kwargs": {"scale": 1.0}},
 }
-PROVENANCE = {"run.name": "quickstart.yaml:2", "algorithm.correction": "override", "train.optimizer.lr": "base.yaml:9", "run.seed": "default"}
+PROVENANCE = {
+    "run.name": "quickstart.yaml:2",
+    "algorithm.correction": "override",
+    "train.optimizer.lr": "base.yaml:9",
+    "run.seed": "default",
+}
 
 
 def steps(count: int, seed: int = 0) -> Iterator[tuple[int, Metrics, dict[str, dict[int, int]]]]:
