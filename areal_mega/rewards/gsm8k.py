@@ -8,7 +8,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from areal_mega.rewards.numbers import Quantity, Reading, last_quantity, read_quantity
+from areal_mega.rewards.numbers import Quantity, Reading, clean, last_quantity, read_quantity
 
 MARKER = "####"
 BOXED = "\\boxed"
@@ -106,4 +106,4 @@ def _verify(answer: str, reference: str) -> bool | None:
 
 def _as_latex(text: str) -> str:
     """Delimited, so that the library reads all of it instead of searching it for something that looks like an answer."""
-    return "$" + re.sub(r"\\?\$|(?<=\d),(?=\d{3})|(?<=\d) (?=\d{3}(?!\d))", "", text).strip() + "$"
+    return "$" + re.sub(r"\\?\$|(?<=\d),(?=\d{3})|(?<=\d) (?=\d{3}(?!\d))", "", clean(text)).strip() + "$"

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 _SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\uff0d": "-", "\u2044": "/", "\u00a0": " ", "\u202f": " ", "\u2009": " "})
 _THIN_THOUSANDS = re.compile(r"(?<=\d)[\u00a0\u202f\u2009](?=\d{3})")
-_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\s*\{([^{}]*)\}")
 _EMPHASIS = re.compile(r"\*\*(.+?)\*\*|`(.+?)`")
 _NOISE = re.compile(r"\\[,;:! ]|\\[()\[\]]")
 _CURRENCY = r"(?:\\?[$€£¥₹]|\b(?:USD|EUR|GBP)\b)"
