@@ -16,7 +16,7 @@ from areal_mega.observe.record import StepRecord
 Records = Sequence[StepRecord]
 
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#3b6fb6", "#e08a2c", "#3f9a63", "#c8484c", "#8461b0", "#b9bec6"
-MOST_POINTS = 1200
+MOST_POINTS = 500
 """More points than a line can show are averaged: the page of a long run stays small."""
 MOST_BARS = 160
 STYLE = {
@@ -63,8 +63,7 @@ def reward(records: Records) -> str | None:
             axes.fill_between(x, low, _thin(steps, means + band)[1], color=BLUE, alpha=0.10, linewidth=0, label="± one standard deviation")
         _trend(axes, steps, means, BLUE, "mean reward")
         for name, colour in zip(_scores(records), (GREEN, ORANGE, PURPLE, RED), strict=False):
-            x, y = _thin(*series(records, name))
-            axes.plot(x, y, color=colour, linewidth=1.1, linestyle="--", label=name.removeprefix("reward/"))
+            _trend(axes, *series(records, name), colour, name.removeprefix("reward/"), dash="--", width=1.2, faint=0.0)
 
     return _figure(draw, "reward")
 
@@ -82,7 +81,8 @@ def evaluation(records: Records) -> str | None:
     def draw(axes: Any) -> None:
         for name, colour in zip(names[:5], (GREEN, BLUE, ORANGE, PURPLE, RED), strict=False):
             x, y = series(records, name)
-            axes.plot(x, y, color=colour, marker="o", markersize=4.5, label=name.removeprefix("eval/"), clip_on=False, zorder=3)
+            marker = "o" if len(x) <= 40 else None
+            axes.plot(x, y, color=colour, marker=marker, markersize=4.5, label=name.removeprefix("eval/"), clip_on=False, zorder=3)
         x, y = series(records, names[0])
         # The first label would lie on the axis if it were centred, the last one would leave the figure.
         for index, side, shift in {(0, "left", 6), (len(x) - 1, "right", 2)} if len(x) > 1 else {(0, "left", 6)}:
@@ -111,10 +111,10 @@ def staleness(records: Records) -> str | None:
         for column, (age, shade) in enumerate(zip(ages, shades, strict=True)):
             axes.bar(edges, shares[:, column], width=width, bottom=bottom, color=shade, linewidth=0, label=str(age))
             bottom += shares[:, column]
-        x, y = _thin(*series(records, "staleness/mean"))
+        x, y = series(records, "staleness/mean")
         if len(x):
             twin = _twin(axes, "mean age, versions")
-            twin.plot(x, y, color=RED, linewidth=1.3)
+            _trend(twin, x, y, RED, "mean age", faint=0.0)
             twin.set_ylim(0, max(1.0, float(y.max())) * 1.08)
             twin.tick_params(axis="y", colors=RED)
             twin.yaxis.label.set_color(RED)
@@ -188,10 +188,10 @@ def optimisation(records: Records) -> str | None:
 
     def draw(axes: Any) -> None:
         if len(steps):
-            axes.plot(*_thin(steps, losses), color=BLUE, label="loss")
+            _trend(axes, steps, losses, BLUE, "loss")
         if len(norm_steps):
             twin = _twin(axes, "gradient norm")
-            twin.plot(*_thin(norm_steps, norms), color=ORANGE, linewidth=1.2)
+            _trend(twin, norm_steps, norms, ORANGE, "gradient norm", width=1.2)
             twin.set_ylim(bottom=0)
             axes.plot([], [], color=ORANGE, linewidth=1.2, label="gradient norm (right)")
 
@@ -229,12 +229,11 @@ def _lines(
     def draw(axes: Any) -> None:
         positive = False
         for label, colour, dash, steps, values in found:
-            x, y = _thin(steps, values)
             if log:
-                # A logarithm has no place for 0, which is what an exact match looks like; leave a gap there.
-                y = np.where(y > 0, y, np.nan)
-                positive = positive or bool(np.isfinite(y).any())
-            axes.plot(x, y, color=colour, linestyle=dash, label=label, marker="o" if len(x) < 3 else None, markersize=4)
+                # A logarithm has no place for 0, which is what an exact match looks like: those steps are left out.
+                steps, values = steps[values > 0], values[values > 0]
+                positive = positive or len(values) > 0
+            _trend(axes, steps, values, colour, label, dash=dash)
         if positive:
             axes.set_yscale("log")
         if from_zero:
@@ -243,16 +242,20 @@ def _lines(
     return _figure(draw, ylabel)
 
 
-def _trend(axes: Any, steps: np.ndarray, values: np.ndarray, colour: str, label: str) -> None:
-    """The values; where there are many, faint behind their running mean."""
+def _trend(
+    axes: Any, steps: np.ndarray, values: np.ndarray, colour: str, label: str, *, dash: str = "-", width: float = 1.7, faint: float = 0.22
+) -> None:
+    """The values; where there are many, their running mean, with the values themselves ``faint`` (an opacity) behind it."""
     x, y = _thin(steps, values)
-    window = max(1, len(y) // 25)
+    window = len(y) // 25
     if window < 3:
-        axes.plot(x, y, color=colour, label=label, marker="o" if len(x) < 3 else None, markersize=4)
+        axes.plot(x, y, color=colour, linestyle=dash, linewidth=width, label=label, marker="o" if len(x) < 3 else None, markersize=4)
         return
-    axes.plot(x, y, color=colour, alpha=0.3, linewidth=1.0)
-    sums = np.convolve(y, np.ones(window), mode="same")
-    axes.plot(x, sums / np.convolve(np.ones(len(y)), np.ones(window), mode="same"), color=colour, label=f"{label} (running)")
+    if faint:
+        axes.plot(x, y, color=colour, alpha=faint, linewidth=0.8)
+    kernel = np.ones(window)
+    smooth = np.convolve(y, kernel, mode="same") / np.convolve(np.ones(len(y)), kernel, mode="same")
+    axes.plot(x, smooth, color=colour, linestyle=dash, linewidth=width, label=label)
 
 
 def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

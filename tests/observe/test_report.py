@@ -79,7 +79,7 @@ def test_every_figure_is_embedded_with_the_summary_and_the_recipe(tmp_path: Path
         assert len(svg(page, heading)) > 5000
     assert "age in versions" in svg(page, "Staleness") and "wait for rollouts" in svg(page, "Time split")
     assert "current version only" in svg(page, "Train–inference mismatch")
-    for words in ("demo", "40 of 40", "accuracy, step 0", "0.328", "accuracy, step 40", "0.938", "tokens trained", "quickstart.yaml:2"):
+    for words in ("demo", "40 of 40", "accuracy @ 0", "0.328", "accuracy @ 40", "0.938", "tokens trained", "quickstart.yaml:2"):
         assert words in page.text, words
     assert "not measured" not in page.text
 
