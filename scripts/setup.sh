@@ -13,7 +13,7 @@ made_from() {
 }
 
 is_current() {
-    [[ -x "$python" && -f "$stamp" && "$(cat "$stamp")" == "$(made_from)" ]] && "$python" -c 'import areal_mega' 2>/dev/null
+    [[ -x "$python" && -f "$stamp" && "$(cat "$stamp")" == "$(made_from)" ]] && "$python" -P -c 'import areal_mega' 2>/dev/null
 }
 
 find_python() {
