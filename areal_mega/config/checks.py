@@ -25,6 +25,7 @@ SERVER_FLAGS: Mapping[str, str] = {
     "--tp": "rollout.strategy",
     "--tp-size": "rollout.strategy",
     "--tensor-parallel-size": "rollout.strategy",
+    "--pp": "rollout.strategy",
     "--pp-size": "rollout.strategy",
     "--pipeline-parallel-size": "rollout.strategy",
     "--ep": "rollout.strategy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -95,13 +95,3 @@ def visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def cuda_visible_devices(slots: Sequence[int], inherited: str | None) -> str:
-    """The value of ``CUDA_VISIBLE_DEVICES`` for a child that owns ``slots``, which count within the ``inherited`` value."""
-    if inherited is None:
-        return ",".join(str(slot) for slot in slots)
-    names = [name.strip() for name in inherited.split(",") if name.strip()]
-    if slots and max(slots) >= len(names):
-        raise UserError(f"slot {max(slots)} does not exist: CUDA_VISIBLE_DEVICES={inherited} names {len(names)} GPUs; lower launch.slots")
-    return ",".join(names[slot] for slot in slots)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_mega.core.errors import UserError
-from areal_mega.parallel.placement import Placement, cuda_visible_devices, place
+from areal_mega.parallel.placement import Placement, place
 from areal_mega.parallel.strategy import ParallelStrategy, parse
 
 SMALL = st.integers(1, 4)
@@ -63,10 +63,3 @@ def test_roles_take_only_their_own_engines() -> None:
 def test_overlapping_slots_are_refused() -> None:
     with pytest.raises(UserError, match="slot 1 is given to train 1 and to server 0"):
         Placement({("train", 0): (0,), ("train", 1): (1,), ("server", 0): (1, 2)})
-
-
-def test_slots_count_within_the_gpus_that_were_given_to_us() -> None:
-    assert cuda_visible_devices((0, 1), None) == "0,1"
-    assert cuda_visible_devices((0, 2), "4, 5,GPU-abc") == "4,GPU-abc"
-    with pytest.raises(UserError, match="names 2 GPUs"):
-        cuda_visible_devices((2,), "4,5")
