@@ -69,8 +69,8 @@ class Executor:
         self._waiting[purpose].extend(_Episode(prompt, step, purpose, time.monotonic()) for prompt in prompts)
         self._wake.set()
 
-    async def collect(self, max_results: int, *, timeout_s: float, purpose: Purpose) -> list[EpisodeResult]:
-        """Up to ``max_results`` finished episodes, in the order they finished; waits for the first one at most ``timeout_s``.
+    async def collect(self, max_results: int, *, wait_s: float, purpose: Purpose) -> list[EpisodeResult]:
+        """Up to ``max_results`` finished episodes, in the order they finished; waits for the first one at most ``wait_s``.
 
         Raises:
             UserError: an episode met a mistake that every other prompt would meet too (a tokenizer without a chat template, …).
@@ -78,7 +78,7 @@ class Executor:
         finished = self._finished[purpose]
         async with self._arrival:
             try:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(wait_s):
                     await self._arrival.wait_for(lambda: finished or self._fatal)
             except TimeoutError:
                 return []
@@ -138,24 +138,26 @@ class Executor:
         return self._waiting["train"].popleft()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.pop(task, None)
+        self._running.pop(task, None)  # still there only when it was cancelled
         self._wake.set()
 
     async def _episode(self, episode: _Episode) -> None:
         dropped: Counter[str] = Counter()
         drops.set(dropped)  # this task's own context: what the workflow counts, it counts for this episode
+        task = asyncio.current_task()
+        assert task is not None
         try:
             result = await self._run_workflow(episode, dropped)
         except UserError as error:
-            async with self._arrival:
-                self._fatal = error
-                self._arrival.notify_all()
-            return
-        self.counts[f"{episode.purpose}/{result.outcome}"] += 1
-        for reason, n in dropped.items():
-            self.counts[f"{episode.purpose}/dropped/{reason.partition(':')[0]}"] += n
-        async with self._arrival:
+            self._fatal = error
+        else:
+            self.counts[f"{episode.purpose}/{result.outcome}"] += 1
+            for reason, n in dropped.items():
+                self.counts[f"{episode.purpose}/dropped/{reason.partition(':')[0]}"] += n
+            # In one go: a prompt is never both under way and finished, nor neither, whoever looks.
             self._finished[episode.purpose].append(result)
+            self._running.pop(task, None)
+        async with self._arrival:
             self._arrival.notify_all()
 
     async def _run_workflow(self, episode: _Episode, dropped: Counter[str]) -> EpisodeResult:

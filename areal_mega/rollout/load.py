@@ -1,32 +1,13 @@
-"""What a rollout worker loads by name: the tokenizer and the workflow class."""
+"""The workflow class that the recipe names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from areal_mega.core.errors import UserError
 from areal_mega.core.imports import import_object
 from areal_mega.rollout.workflow import Workflow, WorkflowContext
-
-
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a HuggingFace folder or hub name.
-
-    Raises:
-        UserError: nothing there, or no tokenizer in it.
-    """
-    from transformers import AutoTokenizer
-
-    folder = Path(path).expanduser()
-    if not folder.exists() and path.startswith((".", "~", "/")):
-        raise UserError(f"model folder {folder} does not exist; check model.path")
-    try:
-        return AutoTokenizer.from_pretrained(str(folder) if folder.exists() else path)
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"no tokenizer can be loaded from model.path '{path}': {reason}") from error
 
 
 def load_workflow(path: str, kwargs: Mapping[str, Any], context: WorkflowContext) -> Workflow:

@@ -11,10 +11,11 @@ import numpy as np
 
 from areal_mega.config.schema import Recipe
 from areal_mega.core.types import Prompt
+from areal_mega.data.tokenizer import load_tokenizer
 from areal_mega.rewards.runner import RewardRunner
 from areal_mega.rollout.client import InferenceClient
 from areal_mega.rollout.executor import Executor
-from areal_mega.rollout.load import load_tokenizer, load_workflow
+from areal_mega.rollout.load import load_workflow
 from areal_mega.rollout.results import PURPOSES, EpisodeResult, Purpose
 from areal_mega.rollout.store import TrajectoryStore
 from areal_mega.rollout.workflow import GenerationEngine, GenerationSettings, Workflow, WorkflowContext
@@ -88,9 +89,9 @@ class RolloutWorker:
         waiting, running, _ = self._running.queued(purpose)
         return waiting + running
 
-    async def collect(self, max_groups: int, timeout_s: float, purpose: Purpose = "train") -> list[EpisodeResult]:
-        """Finished episodes, at most ``max_groups``, in the order they finished; an empty list after ``timeout_s`` without one."""
-        return await self._running.collect(max_groups, timeout_s=timeout_s, purpose=purpose)
+    async def collect(self, max_groups: int, wait_s: float, purpose: Purpose = "train") -> list[EpisodeResult]:
+        """Finished episodes, at most ``max_groups``, in the order they finished; an empty list after ``wait_s`` without one."""
+        return await self._running.collect(max_groups, wait_s=wait_s, purpose=purpose)
 
     async def under_way(self, purpose: Purpose = "train") -> list[Prompt]:
         """Prompts submitted and not finished: what a recovered run must submit again."""

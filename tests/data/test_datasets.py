@@ -185,7 +185,8 @@ def test_arithmetic_splits_are_disjoint_and_complete(low: int, width: int, opera
     assert len(set(ids)) == len(ids) == len(operations) * (width + 1) ** 2
     held = {row["id"] for row in valid}
     for row in train:
-        assert eval(row["id"]) == int(row["answer"]) and row["prompt"] == row["id"] + "=" and row["response"] == row["answer"]  # noqa: S307
+        assert eval(row["id"]) == int(row["answer"])
+        assert row["prompt"] == row["id"] + "=" and row["response"] == row["answer"]
     for a in range(low, low + width + 1):
         for b in range(low, low + width + 1):
             for op in set(operations) & {"+", "*"}:
