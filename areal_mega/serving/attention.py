@@ -6,7 +6,7 @@ after row. Only attention knows of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,9 +74,10 @@ class StepAttention:
             self._decode_mask = mask.repeat_interleave(cache.arch.kv_heads, 0).unsqueeze(1)
         self._batches = list(self._plan_fills())
 
-    def _plan_fills(self):  # type: ignore[no-untyped-def]
+    def _plan_fills(self) -> Iterator[_FillBatch]:
         """Cut the fills into neighbours of similar length and lay out each cut, padded."""
-        offset, batch = self.decoding, []  # type: ignore[var-annotated]
+        offset = self.decoding
+        batch: list[Fill] = []
         for fill in self._fills:
             longest = max([f.count for f in batch] + [fill.count])
             if batch and longest * (len(batch) + 1) > _WASTE * (sum(f.count for f in batch) + fill.count):

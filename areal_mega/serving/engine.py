@@ -72,12 +72,12 @@ class Engine:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self.model, self.limits, self.version = model, limits, version
-        self.rows = Rows(
-            KVCache(model.arch, model.weights.dtype, routed=limits.routed_experts), limits.max_rows, limits.max_tokens, eos
-        )
+        self.rows = Rows(KVCache(model.arch, model.weights.dtype, routed=limits.routed_experts), limits.max_rows, limits.max_tokens, eos)
         self.counters = Counters()
         self.waiting: deque[Sequence] = deque()
         self.paused: PauseMode | None = None
+        self.holding = False
+        """Weights are half replaced: nothing is computed until the rest has come, paused or not."""
         self.epoch = 0
         self.failure: BaseException | None = None
         self._runner = StepRunner(self, decode)
@@ -168,7 +168,7 @@ class Engine:
         return True
 
     def _runnable(self) -> bool:
-        return self.paused is None and (len(self.rows) > 0 or (bool(self.waiting) and not self._exclusive))
+        return self.paused is None and not self.holding and (len(self.rows) > 0 or (bool(self.waiting) and not self._exclusive))
 
     def _exclusive_ready(self) -> bool:
         return bool(self._exclusive) and (self.paused is not None or len(self.rows) == 0)

@@ -6,7 +6,6 @@ Rows of sequences that decode are kept adjacent (see ``rows``), so that their ke
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from areal_mega.serving.arch import Arch
 
@@ -14,7 +13,10 @@ _LENGTH_STEP = 64
 
 
 class KVCache:
-    """Keys and values, each [layers, rows, kv_heads, length, head_dim], and with ``routed`` the experts chosen, [rows, length, layers, k]."""
+    """Keys and values, each [layers, rows, kv_heads, length, head_dim].
+
+    With ``routed`` also the experts chosen, [rows, length, layers, k].
+    """
 
     def __init__(self, arch: Arch, dtype: torch.dtype, *, routed: bool) -> None:
         self.arch, self.dtype = arch, dtype

@@ -65,8 +65,8 @@ class Sequence:
         self.spans: list[tuple[str, int]] = []
         self.received = time.time()
         self.admitted = self.first_token = self.finished = 0.0
-        self.on_progress: Callable[[Sequence], None] | None = None
-        """Called in the event loop when it has finished, and after every token when streaming."""
+        self.on_progress: Callable[[Sequence, Any], None] | None = None
+        """Called in the event loop when it has finished, and when streaming after every token with the event to send."""
 
     @property
     def context(self) -> np.ndarray:

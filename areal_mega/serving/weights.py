@@ -5,9 +5,9 @@ Every HF tensor is a view into a fused parameter, so loading a tensor is one cop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -105,7 +105,7 @@ def empty_weights(arch: Arch, dtype: torch.dtype) -> Weights:
     return weights
 
 
-def _layer(arch: Arch, index: int, make) -> tuple[Layer, dict[str, Tensor]]:  # type: ignore[no-untyped-def]
+def _layer(arch: Arch, index: int, make: Callable[..., Tensor]) -> tuple[Layer, dict[str, Tensor]]:
     h, d, sparse = arch.hidden, arch.head_dim, arch.is_sparse(index)
     rows = [arch.heads * d, arch.kv_heads * d, arch.kv_heads * d]
     qkv, o = make(sum(rows), h), make(h, arch.heads * d)
@@ -140,7 +140,7 @@ def _layer(arch: Arch, index: int, make) -> tuple[Layer, dict[str, Tensor]]:  # 
     return layer, views
 
 
-def _dense_mlp(arch: Arch, make) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:  # type: ignore[no-untyped-def]
+def _dense_mlp(arch: Arch, make: Callable[..., Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     h, i = arch.hidden, arch.intermediate
     gate_up, down = make(2 * i, h), make(h, i)
     views = {"mlp.gate_proj.weight": gate_up[:i], "mlp.up_proj.weight": gate_up[i:], "mlp.down_proj.weight": down}
@@ -151,7 +151,7 @@ def _dense_mlp(arch: Arch, make) -> tuple[dict[str, Tensor | None], dict[str, Te
     return {"gate_up": gate_up, "gate_up_bias": gate_up_bias, "down": down, "down_bias": down_bias, "router": None}, views
 
 
-def _sparse_mlp(arch: Arch, make) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:  # type: ignore[no-untyped-def]
+def _sparse_mlp(arch: Arch, make: Callable[..., Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     assert arch.experts is not None
     h, i, count = arch.hidden, arch.experts.hidden, arch.experts.count
     gate_up, down, router = make(count, 2 * i, h), make(count, h, i), make(count, h)
@@ -192,8 +192,3 @@ def load_all(weights: Weights, tensors: Iterable[tuple[str, Tensor]], *, source:
 
 def _count(names: list[str]) -> str:
     return f"{len(names)} tensor{'s are' if len(names) > 1 else ' is'}"
-
-
-def checksums(weights: Weights) -> Mapping[str, str]:
-    """As ``/weights_checker`` reports them: per HuggingFace tensor."""
-    return weights.digests()

@@ -8,7 +8,7 @@ default group in this process: the new group is neither the default one nor a pa
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal_mega.core.errors import DeadlineExceeded, UserError
 
@@ -43,16 +43,17 @@ def create_group(*, address: str, port: int, rank: int, world_size: int, name: s
         raise UserError(f"weight-sync group {name!r} exists already in this process; destroy it first or choose another name")
     timeout = timedelta(seconds=timeout_s)
     who = f"weight-sync group {name!r} at {address}:{port}: rank {rank} waited {timeout_s:g} s for {world_size} ranks"
+    make: Any = c10d._new_process_group_helper  # the type of its group name differs between versions of torch
     try:
         store, _, _ = next(c10d.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
-        group, _ = c10d._new_process_group_helper(
+        group, _ = make(
             world_size,
             rank,
             [],  # as for a default group: membership comes from the store, not from the default group's ranks
             dist.Backend(backend),
             c10d.PrefixStore(name, store),
-            group_name=c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
+            group_name=name,
             timeout=timeout,
         )
     except dist.DistError as error:
@@ -65,6 +66,7 @@ def create_group(*, address: str, port: int, rank: int, world_size: int, name: s
         raise
     # dist.broadcast(src=0, group=...) translates ranks through this table, which the helper fills for subgroups only.
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    assert isinstance(group, dist.ProcessGroup), "the helper returns a group to its members"
     return group
 
 

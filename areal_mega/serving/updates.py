@@ -1,0 +1,202 @@
+"""Changing weights under a running server: groups, sessions, buckets, disk. Everything here runs on the engine's thread except ``join``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_mega.core.errors import UserError
+from areal_mega.serving.engine import Engine
+from areal_mega.serving.loader import check_same_arch, fill_from
+from areal_mega.sync.digest import combine
+from areal_mega.sync.group import create_group, destroy_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
+_WIRE = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}
+
+
+class UpdateRefused(Exception):
+    """Answered as 400 {success: false, message}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors of one ``/update_weights_from_distributed``; ``flat``: they come as one buffer of bytes."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    group: str
+    flat: bool
+    version: str | None
+    flush: bool
+    abort_all: bool
+
+
+class Updater:
+    """Owns the weight-sync groups and the update session of one engine."""
+
+    def __init__(self, engine: Engine, timeout_s: float) -> None:
+        self._engine, self._timeout_s = engine, timeout_s
+        self.groups: dict[str, ProcessGroup] = {}
+        self._joining: set[str] = set()
+        self._open = False
+        self._broken = ""
+        """Why the weights are neither the old ones nor the new: a bucket of the open session failed while being received."""
+
+    # Groups.
+
+    def join(self, *, address: str, port: int, rank: int, world_size: int, name: str, backend: str) -> None:
+        """Blocks until the group is complete; on its own thread, so generation goes on."""
+        if name in self.groups or name in self._joining:
+            raise UpdateRefused(f"The group {name} exists already; destroy it first.")
+        self._joining.add(name)
+        try:
+            self.groups[name] = create_group(
+                address=address, port=port, rank=rank, world_size=world_size, name=name, backend=backend, timeout_s=self._timeout_s
+            )
+        except (UserError, TimeoutError, ValueError) as error:
+            raise UpdateRefused(f"Failed to initialize custom process group: {error}") from error
+        finally:
+            self._joining.discard(name)
+
+    def leave(self, name: str) -> None:
+        if name not in self.groups:
+            raise UpdateRefused("The group to be destroyed does not exist.")
+        destroy_group(self.groups.pop(name))
+
+    # Sessions.
+
+    def begin(self) -> None:
+        if self._open:
+            raise UpdateRefused("a weight-update session is already open; call end_weight_update() first")
+        self._open, self._broken = True, ""
+
+    def end(self) -> None:
+        if not self._open:
+            raise UpdateRefused("no weight-update session is open; call begin_weight_update() first")
+        self._open = False
+        self._engine.holding = bool(self._broken)
+        if self._broken:
+            raise UpdateRefused(f"the weights are incomplete: {self._broken}; send all of them again")
+
+    # Loading.
+
+    def check(self, bucket: Bucket) -> None:
+        """Refuse a request that is wrong before anything waits or is received. Reads only; any thread."""
+        if not self._open:
+            raise UpdateRefused("update_weights_from_distributed must run between begin_weight_update() and end_weight_update()")
+        if bucket.group not in self.groups:
+            known = list(self.groups)
+            raise UpdateRefused(
+                f"Failed to receive weights: Group {bucket.group} not in {known}. Please call `init_weights_update_group` first."
+            )
+        if not bucket.names:
+            raise UpdateRefused("Failed to receive weights: the bucket is empty")
+        for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+            if dtype not in _WIRE:
+                raise UpdateRefused(f"Failed to receive weights: dtype {dtype} of {name} is unknown; known: {', '.join(_WIRE)}")
+            try:
+                self._engine.model.weights.check(name, shape)
+            except UserError as error:
+                raise UpdateRefused(f"Failed to receive weights: {error}") from error
+
+    def receive(self, bucket: Bucket) -> str:
+        """Receive a bucket from rank 0 of its group and load it."""
+        self.check(bucket)
+        weights = self._engine.model.weights
+        if bucket.abort_all:
+            self._engine.abort(lambda _: True)
+        try:
+            tensors = self._receive_flat(bucket) if bucket.flat else self._receive_each(bucket)
+        except (RuntimeError, TimeoutError) as error:
+            self._engine.holding = True
+            self._broken = f"Failed to receive weights: {str(error).strip().splitlines()[0]}"
+            log.exception("a bucket was not received")
+            raise UpdateRefused(self._broken) from error
+        self._engine.holding = True  # until the session ends: the rest of the weights is still of the old version
+        for name, tensor in zip(bucket.names, tensors, strict=True):
+            weights.load(name, tensor)
+        weights.refresh()
+        self._engine.weights_changed(bucket.version)
+        self._flush(bucket.flush)
+        return _done("Succeeded to update parameter online.", bucket.version)
+
+    def _receive_flat(self, bucket: Bucket) -> list[Tensor]:
+        sizes = [_count(shape) * _WIRE[dtype].itemsize for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._broadcast(flat, bucket.group)
+        parts = flat.split(sizes)
+        return [_as_tensor(part, dtype, shape) for part, dtype, shape in zip(parts, bucket.dtypes, bucket.shapes, strict=True)]
+
+    def _receive_each(self, bucket: Bucket) -> list[Tensor]:
+        tensors = []
+        for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True):
+            tensors.append(torch.empty(shape, dtype=_WIRE[dtype]))
+            self._broadcast(tensors[-1], bucket.group)
+        return tensors
+
+    def _broadcast(self, tensor: Tensor, group: str) -> None:
+        work = dist.broadcast(tensor, src=0, group=self.groups[group], async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=self._timeout_s))
+
+    def from_disk(self, path: str, version: str | None, flush: bool, abort_all: bool) -> str:
+        """Load a folder of the same architecture."""
+        if abort_all:
+            self._engine.abort(lambda _: True)
+        weights = self._engine.model.weights
+        try:
+            fill_from(weights, path, check_same_arch(weights.arch, path))
+        except UserError as error:
+            raise UpdateRefused(f"Failed to update weights: {error}") from error
+        self._engine.holding, self._broken = False, ""  # a whole model has come
+        self._engine.weights_changed(version)
+        self._flush(flush)
+        return _done("Succeeded to update model weights.", version)
+
+    def _flush(self, wanted: bool) -> None:
+        if wanted and not self._engine.flush_cache():
+            raise UpdateRefused(
+                "The weights are updated, but the cache cannot be flushed while requests hold it: "
+                "pause with retract, or send flush_cache false with in_place."
+            )
+
+    def checksums(self) -> dict[str, Any]:
+        digests = self._engine.model.weights.digests()
+        return {"hf_digests": digests, "hf_digest": combine(digests), "weight_version": self._engine.version}
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _as_tensor(raw: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Bytes as a tensor; copied where the offset in the bucket is not a multiple of the item's size."""
+    if raw.storage_offset() % _WIRE[dtype].itemsize:
+        raw = raw.clone()
+    return raw.view(_WIRE[dtype]).view(shape)
+
+
+def _done(message: str, version: str | None) -> str:
+    return f"{message} Weight version updated to {version}." if version is not None else message
