@@ -50,7 +50,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what is installed here and what is used instead of what is not.
+    """Show what is installed here and what will be used.
 
     Exits with 1 when something required is missing.
     """

@@ -18,10 +18,12 @@ app = typer.Typer(
     name="areal-mega",
     help="Reinforcement learning for large MoE language models: Megatron-Core training, SGLang rollouts, weights over one communicator.",
     no_args_is_help=True,
+    # Typer's rich help imports a Markdown parser and costs more than everything else together: help must feel instant.
+    rich_markup_mode=None,
     # Failures are shown by `main`; anything else is a fault of ours and keeps its plain traceback.
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Look at recipes.", no_args_is_help=True)
+config_app = typer.Typer(help="Look at recipes.", no_args_is_help=True, rich_markup_mode=None)
 app.command("train")(train.train)
 config_app.command("show")(config.show)
 app.add_typer(config_app, name="config")

@@ -9,7 +9,10 @@ import typer
 
 
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)]) -> None:
-    """Write RUN/report.html (reward, evaluation, staleness, time split, mismatch) and print its path."""
+    """Write RUN/report.html and print its path.
+
+    One page with plots: reward, evaluation, staleness, time split, mismatch.
+    """
     from areal_mega.observe.report import write_report
 
     typer.echo(str(write_report(run)))

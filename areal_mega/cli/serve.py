@@ -6,7 +6,7 @@ import typer
 
 
 def serve(context: typer.Context) -> None:
-    """Serve MODEL over SGLang's HTTP protocol; the options are the embedded server's own."""
+    """Serve MODEL over SGLang's HTTP protocol."""
     from areal_mega.serving.app import serve as run_server
 
     run_server(list(context.args))

@@ -13,7 +13,7 @@ import pytest
 import areal_mega
 
 MINIMAL = "run: {name: x, steps: 3}\nmodel: {path: p}\nalgorithm: {correction: decoupled}\n"
-HEAVY = ("torch", "megatron", "transformers", "datasets", "mlflow", "matplotlib", "numpy", "aiohttp")
+HEAVY = ("torch", "megatron", "transformers", "datasets", "mlflow", "matplotlib", "numpy", "aiohttp", "rich")
 
 
 def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
