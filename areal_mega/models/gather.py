@@ -147,7 +147,8 @@ class HFGatherer:
         return torch.float32 if param.fp32 else dtype or self._dtype
 
     def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor] | None]:
-        """Collective: every rank of the layout iterates it to the end, with the same ``dtype``.
+        """Collective: every rank of the layout iterates it to the end, with the same ``dtype``. A rank that stops early leaves the
+        others waiting until the group's own time-out.
 
         On the root each item is ``(name, tensor)``: a whole HF tensor in ``dtype`` (None: the training dtype), without vocabulary padding,
         in plan order. On other ranks the same number of items are None.

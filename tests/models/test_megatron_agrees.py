@@ -1,0 +1,60 @@
+"""What the table says of layers and names, against Megatron-Core's own arithmetic and the names that Transformer Engine builds."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_ranks import empty_shards, layout_of, plain_config
+from tiny_models import tiny_config
+
+from areal_mega.models.ownership import layer_stages
+from areal_mega.models.registry import family_for
+from areal_mega.models.table import TRANSFORMER_ENGINE
+
+
+@pytest.mark.parametrize(("layers", "pp", "vpp"), [(8, 1, 1), (8, 2, 1), (12, 4, 1), (8, 2, 2), (24, 4, 3), (12, 2, 6)])
+def test_stages_are_those_of_megatron(layers: int, pp: int, vpp: int) -> None:
+    import torch
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        pipeline_dtype=torch.float32,
+    )
+    theirs = {}
+    for stage in range(pp):
+        for chunk in range(vpp):
+            which = chunk if vpp > 1 else None
+            offset = get_transformer_layer_offset(config, vp_stage=which, pp_rank=stage)
+            for layer in range(get_num_layers_to_build(config, vp_stage=which, pp_rank=stage)):
+                theirs[offset + layer] = stage
+    assert layer_stages(layers, pp, vpp) == tuple(theirs[layer] for layer in range(layers))
+
+
+def test_transformer_engine_names_and_shapes() -> None:
+    """A dense layer fuses both norms; a sparse one keeps the second, which feeds the router and all experts. Experts are grouped."""
+    hf = plain_config(tiny_config("qwen3_moe", mlp_only_layers=[0]))
+    named = empty_shards(family_for(hf).table(hf), layout_of("megatron:t2e2"), 1, naming=TRANSFORMER_ENGINE)
+    attention = {
+        "self_attention.linear_qkv.layer_norm_weight": (64,),
+        "self_attention.linear_qkv.weight": (128, 64),
+        "self_attention.q_layernorm.weight": (32,),
+        "self_attention.k_layernorm.weight": (32,),
+        "self_attention.linear_proj.weight": (64, 64),
+    }
+    dense = {"mlp.linear_fc1.layer_norm_weight": (64,), "mlp.linear_fc1.weight": (128, 64), "mlp.linear_fc2.weight": (64, 64)}
+    sparse = {"pre_mlp_layernorm.weight": (64,), "mlp.router.weight": (8, 64)}
+    for expert in range(4, 8):
+        sparse |= {f"mlp.experts.linear_fc1.weight{expert}": (128, 64), f"mlp.experts.linear_fc2.weight{expert}": (64, 64)}
+    assert {name: tuple(tensor.shape) for name, tensor in named.items()} == {
+        "embedding.word_embeddings.weight": (256, 64),
+        **{f"decoder.layers.0.{name}": shape for name, shape in (attention | dense).items()},
+        **{f"decoder.layers.1.{name}": shape for name, shape in (attention | sparse).items()},
+        "decoder.final_layernorm.weight": (64,),
+        "output_layer.weight": (256, 64),
+    }
