@@ -211,7 +211,7 @@ class LocalLauncher:
         """Wait until all have ended; returns those that have not."""
         deadline = time.monotonic() + timeout_s
         while self._pidfds and (left := deadline - time.monotonic()) > 0:
-            self._collect(left)
+            self._collect(min(left, 0.2))  # in slices, so that a Ctrl-C that another thread received is seen soon
         return sorted(self._pidfds.values())
 
     def _raise_death(self) -> None:

@@ -103,6 +103,10 @@ class RunDir:
     def rendezvous(self) -> Path:
         return self.path / "rendezvous" / self.attempt
 
+    def model_path(self, recipe: Recipe) -> str:
+        """Where every process loads the model from: the recipe's folder, or the one that was made here for random weights."""
+        return str(self.path / "model") if recipe.model.weights == "random" else recipe.model.path
+
     def log_path(self, role: str, rank: int) -> Path:
         return self.path / "logs" / f"{_label(role, rank)}.log"
 

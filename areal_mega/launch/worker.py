@@ -42,6 +42,10 @@ class WorkerContext:
         return f"{self.role} rank {self.rank}"
 
     @property
+    def model_path(self) -> str:
+        return self.run_dir.model_path(self.recipe)
+
+    @property
     def token(self) -> str:
         return self.run_dir.token
 
