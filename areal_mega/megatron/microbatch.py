@@ -54,7 +54,8 @@ class MicroBatch:
         return values_t[zigzag_index(self.batch.cu_seqlens, self.cp_size, self.cp_rank)]
 
     def align(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The last stage's output [2, T/cp] as log-probabilities and entropies [T], each at the token that was predicted.
+        """The last stage's output [2, T/cp] as log-probabilities and entropies [T], each at the token that was predicted;
+        0 where nothing was.
 
         Under context parallelism every rank gets the whole: losses over sequences need it. The gradient of a rank's own tokens flows
         back to it alone, so that the ranks' equal losses add up to one.
@@ -65,7 +66,7 @@ class MicroBatch:
             )
             output = gathered.index_select(0, unzigzag_index(self.batch.cu_seqlens, self.cp_size)).T
         shifted = torch.nn.functional.pad(output[:, :-1], (1, 0))
-        logprobs_t, entropy_t = shifted.masked_fill(self.batch.position_ids_t == 0, 0.0)
+        logprobs_t, entropy_t = shifted.masked_fill((self.batch.position_ids_t == 0) | self.batch.padding_t, 0.0)
         return logprobs_t, entropy_t
 
 

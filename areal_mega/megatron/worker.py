@@ -1,0 +1,300 @@
+"""What a train rank does when the controller calls: fetch its samples, pack them, run the engine, send weights.
+
+Every method is collective over the train ranks: the controller calls all of them with the same method, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_mega.algorithms.aggregation import sample_weights
+from areal_mega.algorithms.kl import kl_estimate
+from areal_mega.algorithms.policy import policy_loss
+from areal_mega.algorithms.registry import Algorithm
+from areal_mega.algorithms.supervised import sft_loss
+from areal_mega.config.schema import Recipe
+from areal_mega.core.metrics import Metrics, merge
+from areal_mega.core.types import RTensor, Sample
+from areal_mega.data.stream import PromptStream
+from areal_mega.data.supervised import supervised_example
+from areal_mega.megatron.engine import MegatronEngine, ModelName, UpdateResult
+from areal_mega.megatron.packing import PackedBatch, unpack
+from areal_mega.parallel.balance import Microbatches, plan_microbatches
+from areal_mega.rpc.client import RpcClient
+from areal_mega.sync.sender import SendReport, WeightSender
+
+METHODS = (
+    "load",
+    "logprobs",
+    "update",
+    "release",
+    "warmup",
+    "sync_plan",
+    "sync_join",
+    "sync_broadcast",
+    "sync_write",
+    "sync_leave",
+    "export",
+)
+
+
+class AsyncRunner(Protocol):
+    """Runs a coroutine on another thread's loop and waits for it."""
+
+    def run[T](self, work: Coroutine[Any, Any, T], *, timeout_s: float) -> T: ...
+
+
+@dataclass
+class _Step:
+    """The batch of one train step on this rank: per minibatch its packed micro-batches."""
+
+    minibatches: list[list[PackedBatch]]
+    trained_tokens: Mapping[int, int]
+
+
+@dataclass
+class _Warmup:
+    stream: PromptStream
+    tokenizer: Any
+    done: int = field(default=0)
+
+
+class TrainWorker:
+    """One train rank's side of the controller's calls.
+
+    Args:
+        engine: this rank's engine.
+        recipe: the run's recipe.
+        algorithm: resolved from the recipe.
+        runner: where fetches run (the rank's RPC loop).
+        token: the run's.
+    """
+
+    def __init__(self, engine: MegatronEngine, recipe: Recipe, algorithm: Algorithm, runner: AsyncRunner, token: str) -> None:
+        self._engine, self._recipe, self._algorithm = engine, recipe, algorithm
+        self._runner, self._token = runner, token
+        self._owners: dict[str, RpcClient] = {}
+        self._step: _Step | None = None
+        self._warmup: _Warmup | None = None
+        self._sender: WeightSender | None = None
+
+    # --- one train step
+
+    def load(
+        self,
+        samples: Mapping[int, Sample],
+        trained_tokens: Mapping[int, int],
+        minibatches: Sequence[Microbatches],
+        min_version: int,
+        version: int,
+    ) -> dict[str, Any]:
+        """Fetch this data-parallel rank's samples from the workers that hold them, and pack them as planned.
+
+        Args:
+            samples: by index.
+            trained_tokens: tokens of each that enter the loss; checked against the arrays.
+            minibatches: per optimizer update, the micro-batches of sample indices.
+            min_version: tokens made by older weights are masked.
+            version: the trainer's own.
+        """
+        arrays = self._fetch(samples)
+        rows: dict[int, dict[str, np.ndarray]] = {}
+        for i, sample in samples.items():
+            row = _fields(arrays[i], sample, min_version, version, self._algorithm.mask_truncated)
+            masked = int(row["loss_mask"].sum())
+            assert masked == trained_tokens[i], f"sample {sample.id}: {masked} trained tokens, the controller counted {trained_tokens[i]}"
+            rows[i] = row
+        packed = [[self._engine.pack([rows[i] for i in micro], micro) for micro in minibatch] for minibatch in minibatches]
+        self._step = _Step(packed, trained_tokens)
+        return {"tokens": sum(len(a["input_ids"]) for a in arrays.values()), "bytes": sum(x.nbytes for a in arrays.values() for x in a.values())}
+
+    def logprobs(self) -> dict[str, Any]:
+        """Proximal and reference log-probabilities, as far as the algorithm needs them, kept for the updates.
+
+        Returns:
+            ``kl``: KL to the reference summed over each sample's trained tokens, by index, where it goes into the reward (reporters only).
+        """
+        algorithm = self._algorithm
+        if algorithm.needs_proximal:
+            self._attach("proximal", "policy")
+        if algorithm.needs_reference:
+            self._attach("reference", "reference")
+        in_reward = algorithm.kl_coef > 0 and algorithm.kl_where == "reward"
+        return {"kl": self._kl_by_sample() if in_reward and self._engine.is_reporter else {}}
+
+    def update(self, minibatch: int, advantages: Mapping[int, float], weights: Mapping[int, float], step: int) -> dict[str, Any]:
+        """One optimizer update on minibatch number ``minibatch``.
+
+        Args:
+            advantages: per sample index.
+            weights: loss weight of every trained token of a sample; the global denominator is in it.
+            step: train step, for the learning-rate schedule.
+        """
+        batches = [_spread(batch, {"advantages": advantages, "weights": weights}) for batch in self._loaded.minibatches[minibatch]]
+        loss_fn = partial(policy_loss, algorithm=self._algorithm)
+        return _answer(self._engine.train_minibatch(batches, loss_fn, self._recipe.rollout.temperature, step=step))
+
+    def release(self) -> None:
+        """Forget the step's batch."""
+        self._step = None
+
+    # --- supervised warm-up
+
+    def warmup(self, steps: int) -> dict[str, Any]:
+        """The next ``steps`` supervised updates; every rank reads the data itself, in the same seeded order."""
+        state = self._warmup = self._warmup or self._start_warmup()
+        section, train = self._recipe.warmup, self._recipe.train
+        parts: list[Metrics] = []
+        last: UpdateResult | None = None
+        for _ in range(steps):
+            rows = [supervised_example(state.tokenizer, prompt.row) for prompt in state.stream.next(section.batch_size)]
+            weights_s = sample_weights("token_mean", [int(row["loss_mask"].sum()) for row in rows])
+            plan = plan_microbatches(
+                [len(row["input_ids"]) for row in rows], ranks=self._engine.strategy.dp, max_tokens=train.microbatch_tokens
+            )[self._engine.coords.dp]
+            packed = [self._engine.pack([rows[i] for i in micro], micro) for micro in plan]
+            batches = [_spread(batch, {"weights": dict(enumerate(map(float, weights_s)))}) for batch in packed]
+            last = self._engine.train_minibatch(batches, sft_loss, 1.0, lr_override=section.lr)
+            parts.append(last.metrics)
+            state.done += 1
+        assert last is not None
+        return _answer(replace(last, metrics=merge(parts))) | {"done": state.done}
+
+    # --- weights
+
+    def sync_plan(self) -> list[dict[str, Any]]:
+        """Prepare to send: the buckets, as the bodies of the servers' update calls name them."""
+        dtype = {"bf16": "bfloat16", "fp32": "float32"}[self._recipe.rollout.dtype]
+        self._sender = WeightSender(
+            self._engine.gather_hf(),
+            rank=self._engine.rank,
+            dtype=dtype,
+            bucket_bytes=int(self._recipe.sync.bucket_mb * 1024**2),
+            device=self._engine.platform.device,
+        )
+        return [{"names": b.names, "shapes": b.shapes, "dtype": b.dtype} for b in self._sender.buckets]
+
+    def sync_join(self, address: str, port: int, world_size: int, name: str) -> None:
+        """Form the weight-sync group with every inference rank; blocks until all have come."""
+        self._sending.join(
+            address=address,
+            port=port,
+            world_size=world_size,
+            name=name,
+            backend=self._engine.platform.backend,
+            timeout_s=self._recipe.sync.timeout_s,
+        )
+
+    def sync_broadcast(self, version: int) -> dict[str, Any] | None:
+        """Send all buckets over the group."""
+        return _report(self._sending.broadcast(version, self._recipe.sync.timeout_s))
+
+    def sync_write(self, version: int, folder: str) -> dict[str, Any] | None:
+        """Write all weights as a HuggingFace folder."""
+        return _report(self._sending.write(version, Path(folder), self._engine.model_path))
+
+    def sync_leave(self) -> None:
+        self._sending.leave()
+
+    def export(self, folder: str) -> None:
+        """Write the policy as a HuggingFace folder in the training dtype."""
+        self._engine.export_hf(folder)
+
+    # --- inside
+
+    @property
+    def _loaded(self) -> _Step:
+        assert self._step is not None, "no batch is loaded"
+        return self._step
+
+    @property
+    def _sending(self) -> WeightSender:
+        assert self._sender is not None, "sync_plan comes first"
+        return self._sender
+
+    def _fetch(self, samples: Mapping[int, Sample]) -> dict[int, dict[str, np.ndarray]]:
+        wanted: dict[str, list[tuple[int, str, RTensor]]] = defaultdict(list)
+        for i, sample in samples.items():
+            for name, handle in sample.tensors.items():
+                wanted[handle.owner].append((i, name, handle))
+        timeout_s = self._recipe.launch.rpc_timeout_s
+        arrays: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
+        for owner, handles in wanted.items():
+            client = self._owners.setdefault(owner, RpcClient(owner, self._token, peer=f"rollout worker at {owner}"))
+            call = client.call("fetch", keys=[handle.key for _, _, handle in handles], timeout_s=timeout_s)
+            for (i, name, handle), array in zip(handles, self._runner.run(call, timeout_s=timeout_s), strict=True):
+                assert array.shape == handle.shape, f"{handle.key} is {array.shape} where the handle says {handle.shape}"
+                arrays[i][name] = array
+        return arrays
+
+    def _attach(self, name: str, model: ModelName) -> None:
+        """Compute log-probabilities of all micro-batches of the step and keep them as a field."""
+        step = self._loaded
+        flat = [batch for minibatch in step.minibatches for batch in minibatch]
+        values = self._engine.logprobs(flat, self._recipe.rollout.temperature, model)
+        if values is None:
+            return
+        described = iter(values)
+        step.minibatches = [
+            [replace(batch, fields={**batch.fields, name: next(described)}) for batch in minibatch] for minibatch in step.minibatches
+        ]
+
+    def _kl_by_sample(self) -> dict[int, float]:
+        out: dict[int, float] = {}
+        for batch in (batch for minibatch in self._loaded.minibatches for batch in minibatch):
+            if not batch.sample_index:
+                continue
+            kl_t = kl_estimate(self._algorithm.kl_estimator, batch.fields["proximal"], batch.fields["reference"])
+            kl_t = kl_t.masked_fill(~batch.fields["loss_mask"].bool(), 0.0)
+            out |= {i: float(values.sum()) for i, values in zip(batch.sample_index, unpack(kl_t, batch), strict=True)}
+        return out
+
+    def _start_warmup(self) -> _Warmup:
+        from areal_mega.data.registry import load_rows
+        from areal_mega.data.tokenizer import load_tokenizer
+
+        rows = load_rows(self._recipe.warmup.data or self._recipe.data.train)
+        stream = PromptStream(rows, seed=self._recipe.run.seed, shuffle=True)
+        return _Warmup(stream, load_tokenizer(self._engine.model_path))
+
+
+def _fields(
+    arrays: Mapping[str, np.ndarray], sample: Sample, min_version: int, version: int, mask_truncated: bool
+) -> dict[str, np.ndarray]:
+    """The per-token inputs of the loss, with stale tokens (and truncated answers, where asked) out of the mask."""
+    mask = arrays["loss_mask"] & (arrays["versions"] >= min_version)
+    if mask_truncated and sample.finish_reason == "length":
+        mask = np.zeros_like(mask)
+    return {
+        "input_ids": arrays["input_ids"],
+        "loss_mask": mask,
+        "logprobs": arrays["logprobs"],
+        "staleness": np.where(mask, version - arrays["versions"], 0).astype(np.int32),
+    }
+
+
+def _spread(batch: PackedBatch, scalars: Mapping[str, Mapping[int, float]]) -> PackedBatch:
+    """Give every token its sample's value of each scalar; 0 on padding."""
+    padding = batch.num_sequences - len(batch.sample_index)
+    fields: dict[str, Tensor] = {}
+    for name, by_sample in scalars.items():
+        values_s = torch.tensor([by_sample[i] for i in batch.sample_index] + [0.0] * padding)
+        fields[name] = values_s[batch.sequence_t]
+    return replace(batch, fields={**batch.fields, **fields})
+
+
+def _answer(result: UpdateResult) -> dict[str, Any]:
+    return {"metrics": result.metrics, "grad_norm": result.grad_norm, "lr": result.lr, "skipped": result.skipped}
+
+
+def _report(report: SendReport | None) -> dict[str, Any] | None:
+    return None if report is None else asdict(report)

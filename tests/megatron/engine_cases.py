@@ -1,0 +1,231 @@
+"""What ranks do in the engine's tests. Functions here run in processes of their own (see ``ranks``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_mega.config.schema import ModelSection, OptimizerSection, RouterSection, TrainSection
+from areal_mega.megatron.engine import MegatronEngine
+from areal_mega.megatron.platform import detect
+from areal_mega.models.gather import HFGatherer
+
+VOCAB = 320
+LENGTHS = (5, 17, 9, 30, 2, 17, 12, 21)
+
+
+def make_engine(
+    rank: int, folder: str, strategy: str, *, dtype: str = "fp32", train: dict | None = None, optimizer: dict | None = None, **kwargs: Any
+) -> MegatronEngine:
+    return MegatronEngine(
+        model=ModelSection(path=folder, dtype=dtype),
+        train=TrainSection(strategy=strategy, optimizer=OptimizerSection(**(optimizer or {})), **(train or {})),
+        router=RouterSection(**kwargs.pop("router", {})),
+        total_steps=kwargs.pop("total_steps", 4),
+        seed=1,
+        rank=rank,
+        model_path=folder,
+        platform=detect("cpu"),
+        **kwargs,
+    )
+
+
+def make_samples(seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """Ragged samples with a prompt, weights that add up to one, and advantages of both signs."""
+    rng = np.random.default_rng(seed)
+    trained = sum(n - n // 3 - 1 for n in LENGTHS)
+    out = []
+    for n in LENGTHS:
+        mask = np.arange(n) > n // 3
+        out.append(
+            {
+                "input_ids": rng.integers(1, VOCAB, n),  # transformers gives the padding token 0 no gradient
+                "loss_mask": mask,
+                "weights": (mask / trained).astype(np.float32),
+                "advantages": rng.normal(size=n).astype(np.float32),
+            }
+        )
+    return out
+
+
+def weighted_loss(logprobs_t: Tensor, fields: Any, sequence_t: Tensor, num_sequences: int) -> tuple[Tensor, dict]:
+    """Linear in log-probabilities; measures the tokens it saw."""
+    tokens = fields["loss_mask"].sum()
+    measured = {"tokens": ("sum", tokens, tokens), "entropy": ("mean", (fields["entropy"] * fields["loss_mask"]).sum(), tokens)}
+    return -(logprobs_t * fields["weights"] * (1 + fields["advantages"])).sum(), measured
+
+
+def sequence_loss(logprobs_t: Tensor, fields: Any, sequence_t: Tensor, num_sequences: int) -> tuple[Tensor, dict]:
+    """Not linear, and over whole sequences: wrong under context parallelism unless every rank sees them whole."""
+    sums_s = logprobs_t.new_zeros(num_sequences).index_add(0, sequence_t, logprobs_t * fields["weights"])
+    return (sums_s.square()).sum(), {}
+
+
+LOSSES = {"weighted": weighted_loss, "sequence": sequence_loss}
+
+
+def my_batches(engine: MegatronEngine, split: int | list[list[int]]) -> list:
+    """This data-parallel rank's micro-batches: dealt round into ``split`` of them, or all of ``split`` on rank 0 alone."""
+    samples = make_samples()
+    if isinstance(split, list):
+        groups = split if engine.coords.dp == 0 else []
+    else:
+        mine = [i for i in range(len(samples)) if i % engine.strategy.dp == engine.coords.dp]
+        groups = [mine[i::split] for i in range(split)]
+    return [engine.pack([samples[i] for i in group], group) for group in groups]
+
+
+def hf_logits(rank: int, world_size: int, *, folder: str, loss: str = "weighted") -> dict:
+    """The same model and loss in transformers: logits of each sample, and gradients by HF name."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits, logprobs, total = [], [], torch.zeros(())
+    for sample in make_samples():
+        ids = torch.from_numpy(sample["input_ids"])[None]
+        row = model(input_ids=ids).logits[0]
+        logits.append(row.detach())
+        picked = row[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        aligned = torch.cat([torch.zeros(1), picked])
+        logprobs.append(aligned.detach())
+        fields = {k: torch.from_numpy(v) for k, v in sample.items()} | {"entropy": torch.zeros(len(aligned))}
+        total = total + LOSSES[loss](aligned, fields, torch.zeros(len(aligned), dtype=torch.int64), 1)[0]
+    total.backward()
+    return {"logits": logits, "logprobs": logprobs, "gradients": _hf_gradients(model), "loss": total.detach()}
+
+
+def _hf_gradients(model: Any) -> dict[str, Tensor]:
+    """By the names of files: transformers fuses experts in memory."""
+    out = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if name.endswith("experts.gate_up_proj"):
+            for e, one in enumerate(grad):
+                gate, up = one.chunk(2, dim=0)
+                base = name.removesuffix("gate_up_proj")
+                out[f"{base}{e}.gate_proj.weight"], out[f"{base}{e}.up_proj.weight"] = gate, up
+        elif name.endswith("experts.down_proj"):
+            for e, one in enumerate(grad):
+                out[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = one
+        else:
+            out[name] = grad
+    return out
+
+
+def whole_logits(engine: MegatronEngine, batches: list) -> list[Tensor] | None:
+    """[T, vocab] of each batch on the last stage, gathered over the vocabulary (tests alone do that)."""
+
+    def project(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
+        return output_layer(hidden_states, weight=output_weight, runtime_gather_output=True)[0][:, 0]
+
+    def consume(work: Any, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return output.sum(), torch.zeros((), dtype=torch.int), output
+
+    for chunk in engine._chunks:
+        chunk.eval()
+    with torch.no_grad():
+        results = engine._run(engine._chunks, batches, project, consume, forward_only=True)
+    return [r[:, :VOCAB] for r in results] if engine.is_last_stage else None
+
+
+def by_sample(values: list[Tensor] | None, batches: list) -> dict[int, Tensor]:
+    out: dict[int, Tensor] = {}
+    for value, batch in zip(values or [], batches, strict=False):
+        for i, (index, n) in enumerate(zip(batch.sample_index, batch.lengths, strict=True)):
+            start = int(batch.cu_seqlens[i])
+            out[index] = value[start : start + n]
+    return out
+
+
+def gathered_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
+    gatherer = HFGatherer(engine.named_gradients(), engine.family, engine.hf_config, engine.layout, engine.rank)
+    return {item[0]: item[1].clone() for item in gatherer.stream() if item is not None}
+
+
+def parity(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    strategy: str,
+    split: int | list[list[int]] = 1,
+    loss: str = "weighted",
+    with_logits: bool = True,
+    train: dict | None = None,
+) -> dict:
+    """Logits and log-probabilities of my samples (on reporters) and the whole model's gradients (on rank 0)."""
+    engine = make_engine(rank, folder, strategy, optimizer={"distributed": False}, train=train)
+    batches = my_batches(engine, split)
+    logprobs = engine.logprobs(batches, 1.0)
+    logits = whole_logits(engine, batches) if with_logits else None
+    engine.compute_gradients(batches, LOSSES[loss], 1.0)
+    gradients = gathered_gradients(engine)
+    engine.close()
+    report = engine.is_reporter
+    return {
+        "logprobs": by_sample(logprobs, batches) if report else {},
+        "logits": by_sample(logits, batches) if report else {},
+        "gradients": gradients,
+    }
+
+
+def training(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    strategy: str,
+    steps: int = 3,
+    split: int = 2,
+    dtype: str = "fp32",
+    train: dict | None = None,
+    optimizer: dict | None = None,
+    router: dict | None = None,
+) -> dict:
+    """Some updates; what they reported, and the weights afterwards by HF name (on rank 0)."""
+    engine = make_engine(rank, folder, strategy, dtype=dtype, train=train, optimizer=optimizer, router=router or {})
+    batches = my_batches(engine, split)
+    results = [engine.train_minibatch(batches, weighted_loss, 1.0) for _ in range(steps)]
+    weights = {item[0]: item[1].float().clone() for item in engine.gather_hf().stream() if item is not None}
+    engine.close()
+    return {
+        "grad_norm": [r.grad_norm for r in results],
+        "lr": [r.lr for r in results],
+        "skipped": [r.skipped for r in results],
+        "tokens": sum(r.metrics["tokens"].value for r in results if "tokens" in r.metrics),
+        "weights": weights,
+    }
+
+
+def hf_training(rank: int, world_size: int, *, folder: str, steps: int, lrs: list[float], clip: float, optimizer: dict) -> dict:
+    """The same updates with transformers and torch's own AdamW and clipping."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim == 1]
+    adam = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": optimizer["weight_decay"]}, {"params": plain, "weight_decay": 0.0}],
+        betas=(optimizer["beta1"], optimizer["beta2"]),
+        eps=optimizer["eps"],
+    )
+    norms = []
+    for lr in lrs[:steps]:
+        total = torch.zeros(())
+        for sample in make_samples():
+            ids = torch.from_numpy(sample["input_ids"])[None]
+            picked = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            weights = torch.from_numpy(sample["weights"] * (1 + sample["advantages"]))
+            total = total - (picked * weights[1:]).sum()
+        model.zero_grad()
+        total.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+        for group in adam.param_groups:
+            group["lr"] = lr
+        adam.step()
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach()
+    return {"grad_norm": norms, "weights": _hf_gradients(model)}
