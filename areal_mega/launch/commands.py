@@ -121,7 +121,7 @@ def _sglang_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, de
 
 
 def _embedded_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, device: Device) -> list[str]:
-    return [sys.executable, "-m", "areal_mega.serving", model_path, f"--dtype={_DTYPES[recipe.rollout.dtype]}", f"--device={device}"]
+    return [sys.executable, "-m", "areal_mega.serving", model_path, f"--dtype={_DTYPES[recipe.rollout.dtype]}"]
 
 
 _SERVERS = {"sglang": _sglang_argv, "embedded": _embedded_argv}

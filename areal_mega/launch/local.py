@@ -198,7 +198,9 @@ class LocalLauncher:
         if self._epoll.closed:
             return
         for pidfd, _ in self._epoll.poll(timeout_s):
-            key = self._pidfds.pop(pidfd)
+            key = self._pidfds.pop(pidfd, None)
+            if key is None:
+                continue  # `stop` runs in another thread than `watch`, and one of them was faster
             self._epoll.unregister(pidfd)
             os.close(pidfd)
             child = self._children[key]

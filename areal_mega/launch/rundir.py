@@ -2,6 +2,7 @@
 
     <root>/<name>/
       recipe.yaml                              resolved recipe
+      model/                                   weights made at random, where the recipe asks for them
       lock                                     held (flock) by the controller while the run lives
       logs/<role>-<rank>.log
       rendezvous/<attempt>/token               secret of the attempt, readable by the user alone
@@ -109,6 +110,10 @@ class RunDir:
 
     def log_path(self, role: str, rank: int) -> Path:
         return self.path / "logs" / f"{_label(role, rank)}.log"
+
+    def model_path(self, recipe: Recipe) -> str:
+        """Where the weights at the start are: ``model.path``, or the folder that the controller fills where ``model.weights`` is random."""
+        return str(self.path / "model") if recipe.model.weights == "random" else recipe.model.path
 
     def read_recipe(self) -> Recipe:
         return Recipe.model_validate(yaml.safe_load(self.recipe_path.read_text()))

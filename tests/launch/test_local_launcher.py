@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from launch_children import FORK, READY, SERVE, SLEEP, STUBBORN, alive, grandchildren, make_run, said, spec, until, until_gone
 
 from areal_mega.core.errors import DeadlineExceeded, UserError, WorkerDied

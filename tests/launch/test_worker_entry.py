@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ from areal_mega.core.errors import UserError, WorkerDied
 from areal_mega.launch.commands import worker_spec
 from areal_mega.launch.local import LocalLauncher, ProcessSpec
 from areal_mega.launch.rundir import RunDir
+
+SpecMaker = Callable[[str], ProcessSpec]
 
 ROLE = """
 import os, signal, subprocess, sys, time
@@ -50,7 +52,7 @@ def launcher(run_dir: RunDir) -> Iterator[LocalLauncher]:
 
 
 @pytest.fixture
-def echo(run_dir: RunDir, tmp_path: Path):  # type: ignore[no-untyped-def]
+def echo(run_dir: RunDir, tmp_path: Path) -> SpecMaker:
     """Makes specs of a role `echo`, added to the package's roles from outside by a ``sitecustomize``."""
     (tmp_path / "echo.py").write_text(ROLE)
     hook = "import sys, importlib.util as u\nimport areal_mega.launch.roles as r\nr.__path__.append({!r})\n"
@@ -63,7 +65,7 @@ def echo(run_dir: RunDir, tmp_path: Path):  # type: ignore[no-untyped-def]
     return make
 
 
-async def test_a_role_gets_its_context_and_announces_itself(launcher: LocalLauncher, run_dir: RunDir, echo) -> None:  # type: ignore[no-untyped-def]
+async def test_a_role_gets_its_context_and_announces_itself(launcher: LocalLauncher, run_dir: RunDir, echo: SpecMaker) -> None:
     launcher.start([echo("announce")])
     info = (await launcher.wait_ready([("echo", 0)]))["echo", 0]
     assert (info["address"], info["name"], info["token"], info["run"]) == ("127.0.0.1:5", "echo rank 0", run_dir.token, "one")
@@ -75,7 +77,7 @@ async def test_a_role_gets_its_context_and_announces_itself(launcher: LocalLaunc
     assert alive(launcher.pid("echo", 0))
 
 
-async def test_a_users_mistake_is_raised_at_the_controller(launcher: LocalLauncher, run_dir: RunDir, echo) -> None:  # type: ignore[no-untyped-def]
+async def test_a_users_mistake_is_raised_at_the_controller(launcher: LocalLauncher, run_dir: RunDir, echo: SpecMaker) -> None:
     launcher.start([echo("user")])
     with pytest.raises(UserError, match=r"^echo rank 0: model.path=x has no config.json$"):
         await launcher.wait_ready([("echo", 0)])
@@ -93,7 +95,7 @@ async def test_a_users_mistake_is_raised_at_the_controller(launcher: LocalLaunch
 )
 async def test_other_ends_are_deaths_with_a_trace_in_the_log(
     launcher: LocalLauncher,
-    echo,  # type: ignore[no-untyped-def]
+    echo: SpecMaker,
     what: str,
     cause: str,
     words: str,
