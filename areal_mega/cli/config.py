@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def show(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: {setting: {value, unit, from}}.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: {setting: {value, unit, from, help}}.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Also say what each setting is.")] = False,
 ) -> None:
     """Print every setting of a recipe with its unit and where its value came from."""
     from areal_mega.algorithms.registry import describe
@@ -28,18 +29,19 @@ def show(
     if as_json:
         typer.echo(json.dumps({"settings": _settings(resolved), "algorithm": describe(algorithm)}, indent=2, ensure_ascii=False))
     else:
-        _print_tables(resolved, describe(algorithm))
+        _print_tables(resolved, describe(algorithm), explain)
 
 
 def _settings(resolved: Resolved) -> dict[str, dict[str, Any]]:
     from areal_mega.config.provenance import leaves
 
     return {
-        leaf.path: {"value": leaf.value, "unit": leaf.unit, "from": str(resolved.provenance[leaf.path])} for leaf in leaves(resolved.recipe)
+        leaf.path: {"value": leaf.value, "unit": leaf.unit, "from": str(resolved.provenance[leaf.path]), "help": leaf.help}
+        for leaf in leaves(resolved.recipe)
     }
 
 
-def _print_tables(resolved: Resolved, algorithm: Mapping[str, str]) -> None:
+def _print_tables(resolved: Resolved, algorithm: Mapping[str, str], explain: bool) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -48,7 +50,7 @@ def _print_tables(resolved: Resolved, algorithm: Mapping[str, str]) -> None:
     # Into a pipe or a file nothing is folded: a line per setting, for grep.
     console = Console() if sys.stdout.isatty() else Console(width=1000)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("setting", "value", "unit", "from"):
+    for column in ("setting", "value", "unit", "from", "what it is")[: 5 if explain else 4]:
         table.add_column(column, overflow="fold", no_wrap=not sys.stdout.isatty())
     section = ""
     for path, setting in _settings(resolved).items():
@@ -57,8 +59,8 @@ def _print_tables(resolved: Resolved, algorithm: Mapping[str, str]) -> None:
         section = path.split(".")[0]
         changed = setting["from"] != "default"
         value = json.dumps(setting["value"], ensure_ascii=False) if setting["value"] is not None else "none"
-        cells = (Text(path), Text(value), Text(setting["unit"]), Text(setting["from"]))
-        table.add_row(*cells, style="bold" if changed else "dim")
+        cells = (path, value, setting["unit"], setting["from"], setting["help"])[: 5 if explain else 4]
+        table.add_row(*map(Text, cells), style="bold" if changed else "dim")
     console.print(table)
     console.print(Text(f"algorithm {algorithm['name']}, every piece resolved"))
     pieces = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)

@@ -103,6 +103,8 @@ def test_config_show_lists_value_unit_and_origin(recipe: Path) -> None:
     assert lines["run.name"] == ['"x"', f"{recipe}:1"]
     assert lines["rollout.max_new_tokens"] == ["1024", "tokens", "default"]
     assert lines["advantage"] == ["group_norm"]
+    assert "Prompts (groups) per train step" not in done.stdout
+    assert "Prompts (groups) per train step" in program("config", "show", str(recipe), "--explain").stdout
 
 
 def test_config_show_json_covers_every_leaf(recipe: Path) -> None:
@@ -111,7 +113,7 @@ def test_config_show_json_covers_every_leaf(recipe: Path) -> None:
 
     shown = json.loads(program("config", "show", str(recipe), "--json").stdout)
     assert {path: setting["value"] for path, setting in shown["settings"].items()} == {x.path: x.value for x in leaves(load_recipe(recipe))}
-    assert shown["settings"]["sync.bucket_mb"] == {"value": 256.0, "unit": "MiB", "from": "default"}
+    assert shown["settings"]["sync.bucket_mb"] == {"value": 256.0, "unit": "MiB", "from": "default", "help": "Bytes broadcast at once"}
     assert shown["algorithm"]["correction"] == "decoupled"
 
 
