@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from areal_mega.config.schema import AlgorithmSection
+from areal_mega.config.schema import AlgorithmSection, Recipe
 from areal_mega.core.errors import UserError
 
 AdvantageRule = Literal["group_norm", "group_mean", "leave_one_out", "group_mean_batch_std"]
@@ -152,6 +152,21 @@ def resolve_algorithm(
     _check_kl(algorithm, has_reference)
     _check_groups(algorithm, group_size)
     return algorithm
+
+
+def algorithm_of(recipe: Recipe) -> Algorithm:
+    """The algorithm of a whole recipe.
+
+    Raises:
+        UserError: as ``resolve_algorithm``.
+    """
+    return resolve_algorithm(
+        recipe.algorithm,
+        max_staleness=recipe.staleness.max_staleness,
+        minibatches=recipe.train.minibatches,
+        has_reference=recipe.model.reference_path is not None,
+        group_size=recipe.rollout.group_size,
+    )
 
 
 def describe(algorithm: Algorithm) -> dict[str, str]:

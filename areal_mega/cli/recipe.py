@@ -40,19 +40,12 @@ def load(recipe: Path, overrides: Sequence[str] | None) -> tuple[Resolved, Algor
     Raises:
         UserError: one line, with file and line of the settings it names.
     """
-    from areal_mega.algorithms.registry import resolve_algorithm
+    from areal_mega.algorithms.registry import algorithm_of
     from areal_mega.config.loader import load_with_provenance
 
     resolved = load_with_provenance(recipe, overrides or ())
-    r = resolved.recipe
     with naming_lines(resolved):
-        algorithm = resolve_algorithm(
-            r.algorithm,
-            max_staleness=r.staleness.max_staleness,
-            minibatches=r.train.minibatches,
-            has_reference=r.model.reference_path is not None,
-            group_size=r.rollout.group_size,
-        )
+        algorithm = algorithm_of(resolved.recipe)
     return resolved, algorithm
 
 

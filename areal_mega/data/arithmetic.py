@@ -28,6 +28,8 @@ def arithmetic_rows(
     held_out: float = 0.1,
     count: int | None = None,
     seed: int = 0,
+    digits: int | None = None,
+    refusals: int = 0,
 ) -> Iterator[Located]:
     """Problems ``"17+25="`` with answer and response ``"42"``; the id is the problem, so ids are the same in every run.
 
@@ -43,6 +45,9 @@ def arithmetic_rows(
         held_out: part of all problems that belongs to ``valid``, between 0 and 1.
         count: number of problems; None for all of the split.
         seed: order of the problems.
+        digits: operands are written with leading zeros up to so many digits (``"07+25="``); None writes them as they are.
+        refusals: every problem is followed by so many further rows whose response is ``"?"``. A supervised warm-up on 1 teaches a model
+            that knows the answer and gives it half the time: something that a reward can then correct.
 
     Raises:
         UserError: arguments that make no data, with the numbers.
@@ -55,6 +60,8 @@ def arithmetic_rows(
         raise UserError(f"arithmetic operations must be a list of distinct {', '.join(OPERATIONS)}, not {list(operations)}")
     if not low <= high:
         raise UserError(f"arithmetic operands run from low to high, and {low} > {high}")
+    if (digits is not None and digits < 1) or refusals < 0:
+        raise UserError(f"arithmetic digits is at least 1 and refusals at least 0, not {digits} and {refusals}")
     if not 0 < held_out < 1:
         raise UserError(f"arithmetic held_out is a part between 0 and 1 (both excluded), not {held_out}")
     width = high - low + 1
@@ -71,13 +78,17 @@ def arithmetic_rows(
         op, a, b = operations[op_index], low + first, low + second
         if _is_held_out(op, a, b, held_out) == (split == "valid"):
             made += 1
-            yield _row(op, a, b)
+            where, row = _row(op, a, b, digits or 1)
+            yield where, row
+            for number in range(1, refusals + 1):
+                yield where, {**row, "id": f"{row['id']} ?{number}", "response": "?"}
     if count is not None and made < count:
         raise UserError(f"arithmetic split '{split}' has {made} problems of {space} at held_out {held_out}, and count asks for {count}")
 
 
-def _row(op: str, a: int, b: int) -> Located:
-    problem = f"{a}{op}{b}" if b >= 0 else f"{a}{op}({b})"
+def _row(op: str, a: int, b: int, digits: int) -> Located:
+    first, second = f"{a:0{digits}d}", f"{b:0{digits}d}"
+    problem = f"{first}{op}{second}" if b >= 0 else f"{first}{op}({second})"
     answer = str(OPERATIONS[op](a, b))
     return f"arithmetic, problem {problem}", {"id": problem, "prompt": f"{problem}=", "answer": answer, "response": answer}
 

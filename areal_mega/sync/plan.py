@@ -73,9 +73,7 @@ def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[Bucket, .
                 size, dtype = 0, run[0].dtype
             buckets[-1].extend(run)
             size += nbytes
-    return tuple(
-        Bucket(names=tuple(s.name for s in b), shapes=tuple(tuple(s.shape) for s in b), dtype=b[0].dtype) for b in buckets
-    )
+    return tuple(Bucket(names=tuple(s.name for s in b), shapes=tuple(tuple(s.shape) for s in b), dtype=b[0].dtype) for b in buckets)
 
 
 def _by_dtype(group: Sequence[TensorSpec]) -> list[list[TensorSpec]]:

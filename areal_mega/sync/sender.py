@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -49,19 +50,20 @@ class WeightSender:
     Args:
         gatherer: collective stream of HF tensors from all train ranks.
         rank: this rank among the train ranks; 0 sends.
-        dtype: torch dtype name that the servers hold, e.g. ``bfloat16``.
+        dtype: torch dtype name that the servers hold, e.g. ``bfloat16``; fp32 islands stay fp32.
         bucket_bytes: bytes broadcast at once.
         device: where buckets live, the device of the collective's backend.
     """
 
     def __init__(self, gatherer: HFGatherer, *, rank: int, dtype: str, bucket_bytes: int, device: torch.device) -> None:
+        import torch
+
         self._gatherer, self._rank, self._device = gatherer, rank, device
-        self.dtype = dtype
-        self.buckets: tuple[Bucket, ...] = plan_buckets(
-            [WireSpec(spec.name, tuple(spec.shape), dtype) for spec in gatherer.plan], bucket_bytes
-        )
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._specs = gatherer.plan_as(self._dtype)
+        wire = [WireSpec(spec.name, tuple(spec.shape), str(spec.dtype).removeprefix("torch.")) for spec in self._specs]
+        self.buckets: tuple[Bucket, ...] = plan_buckets(wire, bucket_bytes)
         self._group: dist.ProcessGroup | None = None
-        self._group_name = ""
 
     def join(self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> None:
         """Create the weight-sync group; rank 0 of the train ranks is its rank 0 and hosts the store."""
@@ -72,7 +74,6 @@ class WeightSender:
         self._group = create_group(
             address=address, port=port, rank=0, world_size=world_size, name=name, backend=backend, timeout_s=timeout_s
         )
-        self._group_name = name
 
     def leave(self) -> None:
         if self._group is not None:
@@ -95,30 +96,29 @@ class WeightSender:
             clock.nbytes += bucket.nbytes
         return self._report(version, clock)
 
-    def write(self, version: int, folder: Path, config_source: str) -> SendReport | None:
-        """Disk transport: a whole HuggingFace folder in the servers' dtype, renamed into place when complete."""
+    def write(self, version: int, folder: Path, source: str) -> SendReport | None:
+        """Disk transport: a whole HuggingFace folder in the servers' dtype, renamed into place when complete.
+
+        Args:
+            source: model folder whose config and tokenizer are copied.
+        """
         from areal_mega.models.hf_io import HFWriter
 
         clock = _Clock()
-        writer = HFWriter(folder, config_source=config_source) if self._rank == 0 else None
-        for name, tensor in self._tensors(clock):
-            assert writer is not None
-            with clock.transfer:
-                writer.add(name, tensor)
-            clock.nbytes += tensor.numel() * tensor.element_size()
-        if writer is not None:
-            with clock.transfer:
-                writer.close()
+        with ExitStack() as stack:
+            writer = stack.enter_context(HFWriter(folder, self._specs, source=source)) if self._rank == 0 else None
+            for name, tensor in self._tensors(clock):
+                assert writer is not None
+                with clock.transfer:
+                    writer.write(name, tensor)
+                clock.nbytes += tensor.numel() * tensor.element_size()
         return self._report(version, clock)
 
     def _tensors(self, clock: _Clock) -> Iterator[tuple[str, torch.Tensor]]:
         """Drive the collective stream; yields on rank 0 only, and only after the tensor's digest is taken."""
-        import torch
-
         from areal_mega.sync.digest import tensor_digest
 
-        dtype = getattr(torch, self.dtype)
-        stream = self._gatherer.stream(dtype)
+        stream = self._gatherer.stream(self._dtype)
         while True:
             with clock.gather:
                 item = next(stream, _END)

@@ -1,0 +1,220 @@
+"""The processes of one run on this machine: placed, started, connected, watched, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from areal_mega.algorithms.registry import algorithm_of
+from areal_mega.config.schema import Recipe
+from areal_mega.controller.calls import gather_all
+from areal_mega.controller.rollout import RolloutController
+from areal_mega.controller.run import Run
+from areal_mega.controller.sync import WeightSync
+from areal_mega.controller.train import TrainController
+from areal_mega.core.types import Prompt
+from areal_mega.data.stream import PromptStream
+from areal_mega.launch.commands import server_spec, worker_spec
+from areal_mega.launch.local import LocalLauncher, ProcessSpec
+from areal_mega.launch.rundir import RunDir
+from areal_mega.models.hf_config import load_hf_config
+from areal_mega.models.registry import family_for
+from areal_mega.observe.observer import Observer
+from areal_mega.parallel.balance import CostModel
+from areal_mega.parallel.layout import RankLayout
+from areal_mega.parallel.placement import place
+from areal_mega.parallel.strategy import parse
+from areal_mega.rollout.client import InferenceClient
+from areal_mega.rollout.staleness import StalenessControl
+from areal_mega.rpc.client import RpcClient
+
+log = logging.getLogger(__name__)
+
+Device = Literal["cpu", "cuda"]
+
+
+class Cluster:
+    """Every process of a run but this one.
+
+    Raises:
+        UserError: model, strategies and machine do not fit together.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._algorithm = algorithm_of(recipe)
+        self._hf_config = load_hf_config(recipe.model.path)
+        family_for(self._hf_config)
+        if recipe.model.reference_path is not None:
+            load_hf_config(recipe.model.reference_path)
+        self._device = find_device(recipe.launch.device)
+        self._train, self._rollout = parse(recipe.train.strategy), parse(recipe.rollout.strategy)
+        self._placement = place(self._train, self._rollout, recipe.launch.slots, self._device)
+        self._launcher: LocalLauncher | None = None
+        self._listener: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def running(self, run_dir: RunDir, stream: PromptStream, valid: Sequence[Prompt], observer: Observer) -> AsyncIterator[Run]:
+        """Start everything, connect it, and end it at the exit."""
+        launch = self._recipe.launch
+        clock = time.perf_counter()
+        async with AsyncExitStack() as stack:
+            if self._recipe.model.weights == "random":
+                await asyncio.to_thread(_make_model, self._recipe, run_dir)
+            self._launcher = launcher = LocalLauncher(
+                run_dir, startup_timeout_s=launch.startup_timeout_s, shutdown_timeout_s=launch.shutdown_timeout_s
+            )
+            # In a thread: it waits for processes to end, and connections still have to be closed meanwhile.
+            stack.push_async_callback(asyncio.to_thread, launcher.stop)
+            urls, specs = self._specs(run_dir)
+            launcher.start(specs)
+            run = await launcher.supervise(self._connect(stack, run_dir, urls, stream, valid, observer))
+            observer.note(f"{len(specs)} processes ready after {time.perf_counter() - clock:.0f} s; logs: {run_dir.path / 'logs'}")
+            self._listener = asyncio.create_task(run.rollout.listen())
+            stack.push_async_callback(_end, self._listener)
+            yield run
+
+    async def supervise[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work``; the death of any process, or the end of rollout collection, ends it."""
+        assert self._launcher is not None
+        return await self._launcher.supervise(self._beside_listener(work))
+
+    async def _beside_listener[T](self, work: Coroutine[Any, Any, T]) -> T:
+        assert self._listener is not None
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._listener}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await self._listener  # it never returns: this raises why
+            return await task
+        finally:
+            await _end(task)
+
+    def _specs(self, run_dir: RunDir) -> tuple[list[str], list[ProcessSpec]]:
+        """Base URL of every inference server, and every process to start."""
+        recipe, device, host = self._recipe, self._device, self._recipe.launch.host
+        model_path = run_dir.model_path(recipe)
+        specs, urls = [], []
+        for rank in range(self._train.world_size):
+            slots = self._placement.slots("train", rank) if device == "cuda" else ()
+            specs.append(worker_spec("train", rank, run_dir=run_dir, recipe=recipe, device=device, gpus=slots))
+        for replica, port in enumerate(_free_ports(host, self._rollout.dp)):
+            slots = self._placement.slots("server", replica) if device == "cuda" else ()
+            specs.append(
+                server_spec(
+                    replica,
+                    recipe=recipe,
+                    strategy=self._rollout,
+                    model_path=model_path,
+                    host=host,
+                    port=port,
+                    device=device,
+                    gpus=slots,
+                )
+            )
+            specs.append(worker_spec("rollout", replica, run_dir=run_dir, recipe=recipe, device=device))
+            urls.append(f"http://{host}:{port}")
+        return urls, specs
+
+    async def _connect(
+        self,
+        stack: AsyncExitStack,
+        run_dir: RunDir,
+        urls: Sequence[str],
+        stream: PromptStream,
+        valid: Sequence[Prompt],
+        observer: Observer,
+    ) -> Run:
+        recipe = self._recipe
+        assert self._launcher is not None
+        train_keys = [("train", rank) for rank in range(self._train.world_size)]
+        rollout_keys = [("rollout", rank) for rank in range(self._rollout.dp)]
+        deadline_s = recipe.launch.startup_timeout_s
+        servers = [InferenceClient(url, timeout_s=recipe.rollout.request_timeout_s, retries=recipe.rollout.request_retries) for url in urls]
+        for server in servers:
+            stack.push_async_callback(server.close)
+        # Servers first: a rollout worker connects to a healthy one.
+        found, *_ = await gather_all(
+            [self._launcher.wait_ready([*train_keys, *rollout_keys]), *(server.wait_healthy(deadline_s) for server in servers)]
+        )
+        clients = {key: RpcClient(found[key]["address"], run_dir.token, peer=f"{key[0]} rank {key[1]}") for key in found}
+        for client in clients.values():
+            stack.push_async_callback(client.close)
+        await gather_all(
+            clients[key].call("connect", base_url=url, deadline_s=deadline_s, timeout_s=deadline_s)
+            for key, url in zip(rollout_keys, urls, strict=True)
+        )
+        capabilities = await gather_all(server.probe() for server in servers)
+        observer.note(f"inference servers: {', '.join(f'{c.engine} {c.version}' for c in capabilities)}")
+        train = TrainController([clients[key] for key in train_keys], RankLayout(self._train), recipe, self._algorithm)
+        # Between two syncs sync.every_steps batches are consumed under one version.
+        staleness = StalenessControl(recipe.train.batch_size * recipe.sync.every_steps, recipe.staleness.max_staleness)
+        rollout = RolloutController([clients[key] for key in rollout_keys], stream, staleness, recipe, self._algorithm)
+        sync = WeightSync(
+            train,
+            servers,
+            capabilities,
+            recipe,
+            replica_size=self._rollout.replica_size,
+            backend="nccl" if self._device == "cuda" else "gloo",
+            folder=run_dir.path / "weights",
+        )
+        return Run(
+            recipe,
+            self._algorithm,
+            train=train,
+            rollout=rollout,
+            sync=sync,
+            observer=observer,
+            valid=valid,
+            cost=cost_model(self._hf_config),
+            run_dir=run_dir.path,
+        )
+
+
+def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
+    """``auto``: cuda where NVIDIA's driver shows a GPU. Looks at the driver's folder, since importing torch takes seconds."""
+    if wanted != "auto":
+        return wanted
+    gpus = Path("/proc/driver/nvidia/gpus")
+    return "cuda" if gpus.is_dir() and any(gpus.iterdir()) else "cpu"
+
+
+def cost_model(hf_config: dict[str, Any]) -> CostModel:
+    """Relative cost of attention from the architecture: see ``CostModel``; per layer, embeddings left out."""
+    hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    attention = heads * (hf_config.get("head_dim") or hidden // heads)
+    kv = attention * (hf_config.get("num_key_value_heads") or heads) // heads
+    experts = hf_config.get("num_experts_per_tok")
+    width = hf_config["moe_intermediate_size"] * experts if experts else hf_config["intermediate_size"]
+    active = hidden * (2 * attention + 2 * kv) + 3 * hidden * width
+    return CostModel(attention=attention / active)
+
+
+def _make_model(recipe: Recipe, run_dir: RunDir) -> None:
+    from areal_mega.models.random_init import make_random_model
+
+    make_random_model(recipe.model.path, run_dir.model_path(recipe), recipe.run.seed)
+
+
+def _free_ports(host: str, count: int) -> list[int]:
+    """Distinct free ports: all are held until all are known."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind((host, 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

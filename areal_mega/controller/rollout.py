@@ -1,0 +1,238 @@
+"""The controller's side of the rollout workers: how many prompts are under way, where they go, and what is ready to train on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_mega.algorithms.advantages import is_uniform
+from areal_mega.algorithms.registry import Algorithm
+from areal_mega.config.schema import Recipe
+from areal_mega.controller.calls import gather_all
+from areal_mega.core.types import Group, Prompt
+from areal_mega.data.stream import PromptStream
+from areal_mega.rollout.results import EpisodeResult, Purpose
+from areal_mega.rollout.staleness import StalenessControl, apply_bound_to_groups
+from areal_mega.rpc.client import RpcClient
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 20.0
+_COLLECT = 256
+_HOPELESS = 16
+"""Give up when so many times a batch's prompts ended without a group and none was accepted in between."""
+
+
+class RolloutFailed(RuntimeError):
+    """Rollout makes no progress. The message says what became of the prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyBatch:
+    """Groups to train on. ``ages`` counts every token that came in by age in versions; ``stale_tokens`` of them were taken out."""
+
+    groups: tuple[Group, ...]
+    taken: tuple[Group, ...]
+    """The same groups before the bound took samples out: what is to be released after the step."""
+    ages: dict[int, int]
+    stale_tokens: int
+    dropped_samples: int
+    refilled: int
+
+
+class RolloutController:
+    """All rollout workers of the run.
+
+    Args:
+        clients: by rank.
+        stream: where train prompts come from.
+        staleness: how many groups may be under way.
+    """
+
+    def __init__(
+        self, clients: Sequence[RpcClient], stream: PromptStream, staleness: StalenessControl, recipe: Recipe, algorithm: Algorithm
+    ) -> None:
+        self._clients, self._stream, self._staleness = clients, stream, staleness
+        self._recipe, self._algorithm = recipe, algorithm
+        self._by_address = {client.address: client for client in clients}
+        self._under_way = [0] * len(clients)
+        self._order: dict[tuple[str, int], int] = {}
+        """When each prompt that is under way or ready was submitted: batches are made oldest first."""
+        self._submitted = 0
+        self._ready: list[Group] = []
+        self._changed = asyncio.Condition()
+        self._wanted = 0
+        """Groups that the plain loop is waiting for; the overlapped loop asks staleness control instead."""
+        self._overlapped = False
+        self._version = self._step = 0
+        self._since_accepted = 0
+        self._last_reason = ""
+        self.counts: Counter[str] = Counter()
+        """Since start: groups by outcome, dropped members, generated tokens (``tokens``), samples."""
+
+    async def generate_always(self) -> None:
+        """From now on keep as many groups under way as the staleness bound allows: the overlapped loop."""
+        self._overlapped = True
+        await self._top_up()
+
+    async def set_version(self, version: int, step: int) -> None:
+        """The servers have new weights: more groups may start."""
+        self._version, self._step = version, step
+        await self._top_up()
+
+    async def listen(self) -> None:
+        """Collect finished train episodes from every worker, for ever. Run as a task beside the training loop."""
+        await gather_all(self._listen(rank) for rank in range(len(self._clients)))
+
+    async def next_batch(self, groups: int) -> ReadyBatch:
+        """Wait for ``groups`` finished groups that survive the staleness bound, oldest submission first (hops 1 to 4).
+
+        Raises:
+            RolloutFailed: prompt after prompt ends without a usable group.
+        """
+        kept: list[Group] = []
+        originals: list[Group] = []
+        ages: Counter[int] = Counter()
+        stale_tokens = dropped = refilled = 0
+        while len(kept) < groups:
+            self._wanted = groups - len(kept)
+            await self._top_up()
+            taken = await self._take(self._wanted)
+            section = self._recipe.staleness
+            bounded = apply_bound_to_groups(taken, self._version, section.max_staleness, section.action)
+            kept += bounded.groups
+            lost = {group.id for group in bounded.refill}
+            originals += [group for group in taken if group.id not in lost]
+            ages.update(bounded.ages)
+            stale_tokens, dropped = stale_tokens + bounded.stale_tokens, dropped + bounded.dropped_samples
+            refilled += len(bounded.refill)
+            await self._refill(bounded.refill)
+        self._wanted = 0
+        self._staleness.on_consumed(len(kept))
+        for group in kept:
+            self._order.pop(_key(group.prompt), None)
+        return ReadyBatch(tuple(kept), tuple(originals), dict(ages), stale_tokens, dropped, refilled)
+
+    async def release(self, groups: Sequence[Group]) -> None:
+        """Let the workers forget what was trained on or thrown away."""
+        keys: dict[str, list[str]] = {}
+        for group in groups:
+            for sample in group.samples:
+                keys.setdefault(group.worker, []).extend(handle.key for handle in sample.tensors.values())
+        await gather_all(
+            self._by_address[worker].call("release", keys=mine, timeout_s=self._timeout_s) for worker, mine in keys.items() if mine
+        )
+
+    async def evaluate(self, prompts: Sequence[Prompt]) -> list[EpisodeResult]:
+        """Run ``prompts`` under the evaluation's settings; one result each, in no particular order."""
+        shares = [list(prompts[rank :: len(self._clients)]) for rank in range(len(self._clients))]
+        results = await gather_all(self._evaluate(rank, share) for rank, share in enumerate(shares) if share)
+        return [result for part in results for result in part]
+
+    async def _evaluate(self, rank: int, prompts: list[Prompt]) -> list[EpisodeResult]:
+        purpose: Purpose = "eval"
+        client = self._clients[rank]
+        await client.call("submit", prompts=prompts, step=self._step, purpose=purpose, timeout_s=self._timeout_s)
+        results: list[EpisodeResult] = []
+        while len(results) < len(prompts):
+            results += await client.call("collect", max_groups=_COLLECT, wait_s=_POLL_S, purpose=purpose, timeout_s=self._timeout_s)
+        return results
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._recipe.launch.rpc_timeout_s
+
+    async def _listen(self, rank: int) -> None:
+        while True:
+            results = await self._clients[rank].call("collect", max_groups=_COLLECT, wait_s=_POLL_S, timeout_s=self._timeout_s)
+            if results:
+                self._under_way[rank] -= len(results)
+                await self._accept(results)
+                await self._top_up()
+
+    async def _accept(self, results: Sequence[EpisodeResult]) -> None:
+        unwanted: list[Group] = []
+        for result in results:
+            self.counts[result.outcome] += 1
+            for reason, number in result.dropped.items():
+                self.counts["dropped_samples"] += number
+                self._last_reason = reason
+            if result.group is None:
+                self._staleness.on_rejected()
+                self._note_lost(result)
+                continue
+            self._staleness.on_accepted()
+            self.counts["samples"] += len(result.group.samples)
+            self.counts["tokens"] += sum(s.loss_tokens for s in result.group.samples)
+            if self._algorithm.filter_uniform_groups and is_uniform([s.reward for s in result.group.samples]):
+                self.counts["uniform"] += 1
+                self._staleness.on_discarded()
+                self._order.pop(_key(result.prompt), None)
+                self._since_accepted += 1
+                self._last_reason = "all rewards of the group were equal (algorithm.filter_uniform_groups)"
+                unwanted.append(result.group)
+                continue
+            self._since_accepted = 0
+            self._ready.append(result.group)
+        await self.release(unwanted)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _note_lost(self, result: EpisodeResult) -> None:
+        self._order.pop(_key(result.prompt), None)
+        self._since_accepted += 1
+        self._last_reason = result.reason or "the workflow returned None"
+        if result.outcome == "failed":
+            log.warning("prompt %s (epoch %d) failed: %s", result.prompt.id, result.prompt.epoch, result.reason)
+
+    async def _take(self, n: int) -> list[Group]:
+        """The ``n`` oldest ready groups, when there are so many."""
+        hopeless = _HOPELESS * self._recipe.train.batch_size
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._ready) >= n or self._since_accepted >= hopeless)
+        if len(self._ready) < n:
+            raise RolloutFailed(
+                f"{self._since_accepted} prompts in a row gave no group to train on ({dict(self.counts)}); the last: {self._last_reason}"
+            )
+        self._ready.sort(key=lambda group: self._order[_key(group.prompt)])
+        taken, self._ready = self._ready[:n], self._ready[n:]
+        return taken
+
+    async def _refill(self, groups: Sequence[Group]) -> None:
+        """Prompts whose answers came too late are generated again: they are the long and hard ones."""
+        if not groups:
+            return
+        self._staleness.on_discarded(len(groups))
+        self._stream.put_back(group.prompt for group in groups)
+        for group in groups:
+            self._order.pop(_key(group.prompt), None)
+        await self.release(groups)
+
+    async def _top_up(self) -> None:
+        """Submit what may be submitted, to the workers with the least under way."""
+        room = self._staleness.capacity(self._version)
+        if not self._overlapped:
+            room = min(room, self._wanted - len(self._ready) - self._staleness.running)
+        if room <= 0:
+            return
+        prompts = self._stream.next(room)
+        self._staleness.on_submitted(len(prompts))
+        shares: list[list[Prompt]] = [[] for _ in self._clients]
+        for prompt in prompts:
+            self._order[_key(prompt)] = self._submitted
+            self._submitted += 1
+            rank = min(range(len(self._clients)), key=lambda r: (self._under_way[r], r))
+            self._under_way[rank] += 1
+            shares[rank].append(prompt)
+        await gather_all(
+            self._clients[rank].call("submit", prompts=share, step=self._step, purpose="train", timeout_s=self._timeout_s)
+            for rank, share in enumerate(shares)
+            if share
+        )
+
+
+def _key(prompt: Prompt) -> tuple[str, int]:
+    return prompt.id, prompt.epoch

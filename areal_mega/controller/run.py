@@ -1,0 +1,182 @@
+"""A run under way: what one step of the loops does, and what is measured of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_mega.algorithms.registry import Algorithm
+from areal_mega.config.schema import Recipe
+from areal_mega.controller.batch import StepBatch, batch_metrics, plan_step
+from areal_mega.controller.rollout import ReadyBatch, RolloutController, RolloutFailed
+from areal_mega.controller.sync import WeightSync
+from areal_mega.controller.train import TrainController
+from areal_mega.core import metrics as m
+from areal_mega.core.metrics import Metrics, merge
+from areal_mega.core.types import Prompt
+from areal_mega.observe.observer import Observer
+from areal_mega.parallel.balance import CostModel
+from areal_mega.rollout.staleness import oldest_allowed
+
+log = logging.getLogger(__name__)
+
+_WARMUP_CALL = 25
+"""Supervised steps per call: few enough that progress is seen, many enough that the calls cost nothing."""
+
+
+class Run:
+    """State of the training loop between its processes.
+
+    Args:
+        valid: evaluation prompts; empty: no evaluation.
+        cost: relative cost of a sequence, for balancing.
+        run_dir: exports go below it.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        *,
+        train: TrainController,
+        rollout: RolloutController,
+        sync: WeightSync,
+        observer: Observer,
+        valid: Sequence[Prompt],
+        cost: CostModel,
+        run_dir: Path,
+    ) -> None:
+        self.recipe, self.algorithm = recipe, algorithm
+        self.train, self.rollout, self.sync, self.observer = train, rollout, sync, observer
+        self._valid, self._cost, self._run_dir = valid, cost, run_dir
+        self.version = 0
+        self.first_eval: float | None = None
+        self.last_eval: float | None = None
+        self.export_path: Path | None = None
+        self._step_started = time.perf_counter()
+        self._tokens_seen = 0
+        self._metrics: list[Metrics] = []
+        self._ages: dict[int, int] = {}
+
+    async def begin(self) -> None:
+        """Supervised warm-up, the first weight sync (version 0), and the evaluation before the first step (logged as step 0)."""
+        await self._warm_up()
+        await self.sync.connect()
+        self._metrics.append(await self.sync.push(self.version))
+        await self.rollout.set_version(self.version, step=0)
+        if self.recipe.eval.at_start:
+            await self._evaluate()
+        self._log(0)
+
+    async def rollout_batch(self, step: int) -> ReadyBatch:
+        """Wait for the groups of one train step."""
+        clock = time.perf_counter()
+        ready = await self.rollout.next_batch(self.recipe.train.batch_size)
+        self._metrics.append({"time/wait_rollout": m.total(time.perf_counter() - clock)})
+        self._ages = ready.ages
+        return ready
+
+    async def train_step(self, step: int, ready: ReadyBatch) -> None:
+        """Plan, train, and let the workers forget the batch. Steps count from 0 here and from 1 in what is logged."""
+        batch = self._plan(ready)
+        self._metrics.append(batch_metrics(ready.groups, batch, ready.ages, ready.stale_tokens))
+        if not any(batch.trained_tokens):
+            raise RolloutFailed(
+                f"step {step + 1}: none of the {len(batch.samples)} samples has a token to train on (stale or truncated); raise "
+                "staleness.max_staleness or rollout.max_new_tokens, or set algorithm.mask_truncated to false"
+            )
+        self._metrics.append(await self.train.step(batch, step=step, version=self.version))
+        await self.rollout.release(ready.taken)
+        self._metrics.append(
+            {"staleness/dropped_samples": m.total(ready.dropped_samples), "staleness/refilled_prompts": m.total(ready.refilled)}
+        )
+
+    async def sync_weights(self, step: int) -> None:
+        """Send the new weights, where the schedule has it (always after the last step), and let more prompts start."""
+        every, last = self.recipe.sync.every_steps, step + 1 == self.recipe.run.steps
+        if (step + 1) % every and not last:
+            return
+        self.version += 1
+        self._metrics.append(await self.sync.push(self.version))
+        await self.rollout.set_version(self.version, step=step + 1)
+
+    async def finish_step(self, step: int) -> None:
+        """Evaluation and export by schedule, then the step's line in every log."""
+        done, last = step + 1, step + 1 == self.recipe.run.steps
+        every = self.recipe.eval.every_steps
+        if last or (every and done % every == 0):
+            await self._evaluate()
+        section = self.recipe.checkpoint
+        if (last and section.export_at_end) or (section.export_every_steps and done % section.export_every_steps == 0):
+            await self._export("final" if last else f"step-{done}")
+        self._log(done)
+
+    def _plan(self, ready: ReadyBatch) -> StepBatch:
+        train = self.recipe.train
+        strategy = self.train.layout.strategy
+        return plan_step(
+            ready.groups,
+            min_version=oldest_allowed(self.version, self.recipe.staleness.max_staleness),
+            mask_truncated=self.algorithm.mask_truncated,
+            dp=strategy.dp,
+            minibatches=train.minibatches,
+            microbatch_tokens=train.microbatch_tokens,
+            cost=self._cost,
+            multiple_of=strategy.pp if strategy.vpp > 1 else 1,
+        )
+
+    async def _warm_up(self) -> None:
+        section = self.recipe.warmup
+        for start in range(0, section.steps, _WARMUP_CALL):
+            count = min(_WARMUP_CALL, section.steps - start)
+            metrics = m.results(await self.train.warmup(count))
+            self.observer.note(f"warm-up {start + count}/{section.steps}: {metrics['sft/nll']:.3f} nats per token")
+
+    async def _evaluate(self) -> None:
+        if not self._valid:
+            return
+        clock = time.perf_counter()
+        results = await self.rollout.evaluate(self._valid)
+        samples = [sample for result in results if result.group is not None for sample in result.group.samples]
+        failed = [result for result in results if result.group is None]
+        if not samples:
+            raise RolloutFailed(f"all {len(failed)} evaluation prompts failed; the last: {failed[-1].reason}")
+        accuracy = m.mean_of(sample.reward for sample in samples)
+        self.last_eval = accuracy.result
+        self.first_eval = self.last_eval if self.first_eval is None else self.first_eval
+        names = sorted({name for sample in samples for name in sample.scores})
+        self._metrics.append(
+            {
+                "eval/accuracy": accuracy,
+                "eval/prompts": m.total(len(results)),
+                "eval/failed_prompts": m.total(len(failed)),
+                "time/eval": m.total(time.perf_counter() - clock),
+                **{f"eval/{name}": m.mean_of(s.scores[name] for s in samples if name in s.scores) for name in names},
+            }
+        )
+
+    async def _export(self, name: str) -> None:
+        clock = time.perf_counter()
+        folder = self._run_dir / "export" / name
+        folder.parent.mkdir(exist_ok=True)
+        await self.train.call("export", folder=str(folder))
+        self.export_path = folder
+        self._metrics.append({"time/export": m.total(time.perf_counter() - clock)})
+
+    def _log(self, step: int) -> None:
+        now = time.perf_counter()
+        seconds, self._step_started = now - self._step_started, now
+        generated, self._tokens_seen = self.rollout.counts["tokens"] - self._tokens_seen, self.rollout.counts["tokens"]
+        metrics = merge(self._metrics)
+        metrics["time/total"] = m.total(seconds)
+        if step:
+            metrics["rollout/tokens"] = m.total(generated)
+            metrics["rollout/tokens_per_s"] = m.last(generated / seconds)
+            metrics["train/tokens"] = metrics["batch/trained_tokens"]
+            metrics["throughput/samples_per_s"] = m.last(metrics["batch/samples"].value / seconds)
+            for name in ("rejected", "failed", "uniform", "dropped_samples"):
+                metrics[f"rollout/{name}"] = m.last(self.rollout.counts[name])
+        self.observer.log(step, metrics, {"staleness/age": self._ages} if step else None)
+        self._metrics = []

@@ -1,0 +1,147 @@
+"""The public API: everything that ``areal-mega train`` does, from a script.
+
+recipe = load_recipe("recipes/quickstart.yaml", ["run.steps=10"])
+with Trainer(recipe, train_dataset=rows) as trainer:
+    result = trainer.train(workflow="my_module.MyWorkflow")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from areal_mega.config.checks import check_recipe
+from areal_mega.config.loader import load_recipe, resolved_dict
+from areal_mega.config.schema import DatasetSection, Recipe
+from areal_mega.controller.cluster import Cluster
+from areal_mega.controller.loops import overlapped_loop, plain_loop
+from areal_mega.controller.result import TrainResult
+from areal_mega.core.errors import UserError
+from areal_mega.core.types import Prompt
+from areal_mega.data.registry import load_rows
+from areal_mega.data.rows import check_rows
+from areal_mega.data.stream import PromptStream
+from areal_mega.launch.rundir import RunDir
+from areal_mega.observe.observer import Observer
+
+log = logging.getLogger(__name__)
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+class Trainer:
+    """One run. Use as a context manager: leaving it ends every process of the run.
+
+    Args:
+        recipe: a recipe, or the path of one.
+        train_dataset, valid_dataset: rows in place of ``data.train`` and ``data.valid`` (mappings with ``prompt`` or ``messages``, and
+            ``answer``); a HuggingFace dataset is such an iterable. They are kept in the run directory.
+        provenance: where each setting came from, for the report.
+
+    Raises:
+        UserError: what can be known to be wrong before any process starts.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str | Path,
+        *,
+        train_dataset: Rows | None = None,
+        valid_dataset: Rows | None = None,
+        provenance: Mapping[str, str] | None = None,
+    ) -> None:
+        self._recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+        self._given = {"train": train_dataset, "valid": valid_dataset}
+        self._provenance = provenance
+        self._run_dir: RunDir | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._run_dir is not None:
+            self._run_dir.close()
+
+    def train(self, workflow: str | None = None, workflow_kwargs: Mapping[str, Any] | None = None) -> TrainResult:
+        """Run all steps; returns when the run is finished.
+
+        Args:
+            workflow: import path in place of ``workflow.path``.
+            workflow_kwargs: in place of ``workflow.kwargs``.
+
+        Raises:
+            UserError: a user's mistake, found here or in a process of the run.
+            WorkerDied: a process ended unexpectedly.
+        """
+        if self._run_dir is not None:
+            raise UserError("this Trainer has run already; make a new one, with another run.name, for another run")
+        recipe = _with_workflow(self._recipe, workflow, workflow_kwargs)
+        recipe, datasets = _with_datasets(recipe, self._given)
+        check_recipe(recipe)
+        # Loaded before the run directory exists: a mistake in the data leaves nothing behind.
+        rows = datasets["train"] if datasets["train"] is not None else load_rows(recipe.data.train)
+        valid = datasets["valid"]
+        if valid is None and recipe.data.valid is not None:
+            valid = load_rows(recipe.data.valid)
+        stream = PromptStream(rows, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+        prompts = [Prompt(id=row["id"], epoch=0, row=row) for row in valid or ()]
+        cluster = Cluster(recipe)
+        self._run_dir = RunDir.create(recipe)
+        _keep_datasets(self._run_dir.path, datasets)
+        with Observer(recipe.observe, self._run_dir.path, resolved_dict(recipe), self._provenance) as observer:
+            observer.note(f"run directory: {self._run_dir.path}")
+            with asyncio.Runner() as runner:
+                result = runner.run(self._run(cluster, stream, prompts, observer))
+            report = observer.close()
+        return TrainResult(report=report, **result)
+
+    async def _run(self, cluster: Cluster, stream: PromptStream, prompts: list[Prompt], observer: Observer) -> dict[str, Any]:
+        assert self._run_dir is not None
+        async with cluster.running(self._run_dir, stream, prompts, observer) as run:
+            loop = overlapped_loop if run.recipe.run.overlap else plain_loop
+            await cluster.supervise(loop(run))
+        return {
+            "run_dir": self._run_dir.path,
+            "steps": run.recipe.run.steps,
+            "first_eval": run.first_eval,
+            "last_eval": run.last_eval,
+            "export": run.export_path,
+        }
+
+
+def _with_workflow(recipe: Recipe, path: str | None, kwargs: Mapping[str, Any] | None) -> Recipe:
+    given: dict[str, Any] = {}
+    if path is not None:
+        given["path"] = path
+    if kwargs is not None:
+        given["kwargs"] = dict(kwargs)
+    return recipe.model_copy(update={"workflow": recipe.workflow.model_copy(update=given)}) if given else recipe
+
+
+def _with_datasets(recipe: Recipe, given: Mapping[str, Rows | None]) -> tuple[Recipe, dict[str, list[dict[str, Any]] | None]]:
+    """Point the recipe at the files that will hold the given rows, and check the rows as if they came from there."""
+    datasets: dict[str, list[dict[str, Any]] | None] = {"train": None, "valid": None}
+    data = recipe.data
+    for name, rows in given.items():
+        if rows is None:
+            continue
+        checked = check_rows(rows, f"{name}_dataset")
+        if not checked:
+            raise UserError(f"{name}_dataset has no rows")
+        datasets[name] = checked
+        path = Path(recipe.run.root).absolute() / recipe.run.name / "data" / f"{name}.jsonl"
+        data = data.model_copy(update={name: DatasetSection(loader="jsonl", path=str(path))})
+    return recipe.model_copy(update={"data": data}), datasets
+
+
+def _keep_datasets(run_dir: Path, datasets: Mapping[str, list[dict[str, Any]] | None]) -> None:
+    for name, rows in datasets.items():
+        if rows is not None:
+            (run_dir / "data").mkdir(exist_ok=True)
+            with (run_dir / "data" / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
