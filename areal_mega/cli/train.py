@@ -10,5 +10,6 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     resolved, _ = load(recipe, overrides)
     from areal_mega.controller.trainer import Trainer
 
-    with naming_lines(resolved), Trainer(resolved.recipe) as trainer:
+    provenance = {path: str(origin) for path, origin in resolved.provenance.items()}
+    with naming_lines(resolved), Trainer(resolved.recipe, provenance=provenance) as trainer:
         trainer.train()

@@ -166,8 +166,6 @@ def _schedules(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) ->
             f"train.optimizer.warmup_steps {optimizer.warmup_steps} exceeds run.steps {steps}: the peak is never reached; "
             f"use at most {steps}"
         )
-    if r.sync.every_steps > steps:
-        yield f"sync.every_steps {r.sync.every_steps} exceeds run.steps {steps}: servers would never get new weights; use at most {steps}"
     if r.checkpoint.export_every_steps > steps and not r.checkpoint.export_at_end:
         yield (
             f"checkpoint.export_every_steps {r.checkpoint.export_every_steps} exceeds run.steps {steps} and checkpoint.export_at_end is "

@@ -32,7 +32,6 @@ CONTRADICTIONS = [
     (["train.optimizer.min_lr=1", "train.optimizer.schedule=cosine"], ["train.optimizer.min_lr", "train.optimizer.lr"], "decay goes down"),
     (["train.optimizer.min_lr=1e-7"], ["train.optimizer.min_lr", "train.optimizer.schedule"], "never reached"),
     (["train.optimizer.warmup_steps=4"], ["train.optimizer.warmup_steps", "run.steps"], "use at most 3"),
-    (["sync.every_steps=4"], ["sync.every_steps", "run.steps"], "never get new weights"),
     (
         ["checkpoint.export_every_steps=4", "checkpoint.export_at_end=false"],
         ["checkpoint.export_every_steps", "run.steps", "checkpoint.export_at_end"],
