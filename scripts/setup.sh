@@ -49,8 +49,10 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev
     echo "setup: making .venv with $base" >&2
     "$uv" venv --quiet --clear --python "$base" .venv
 fi
-echo "setup: installing what requirements.lock lists" >&2
-"$uv" pip sync --quiet --python "$python" --require-hashes requirements.lock
+echo "setup: installing what requirements.lock lists (some GB the first time)" >&2
+quiet=(--quiet)
+[[ -t 2 ]] && quiet=()
+"$uv" pip sync ${quiet[@]+"${quiet[@]}"} --python "$python" --require-hashes requirements.lock
 # Its own build back end is in the lock, so nothing else is fetched.
 "$uv" pip install --quiet --python "$python" --no-deps --no-build-isolation --editable .
 made_from >"$stamp"
