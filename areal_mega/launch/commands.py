@@ -36,7 +36,7 @@ def worker_spec(
         f"--run-dir={run_dir.path}",
         f"--attempt={run_dir.attempt}",
     ]
-    full = process_env(recipe, device=device, gpus=gpus) | dict(env or {})
+    full = process_env(recipe, device=device, gpus=gpus) | {"PYTHONPATH": python_path(os.environ)} | dict(env or {})
     return ProcessSpec(role=role, rank=rank, argv=argv, env=full, cpus=_cpus(role, recipe))
 
 
@@ -69,7 +69,9 @@ def server_spec(
         raise UserError(f"rollout.strategy names the engine {strategy.engine}; inference servers are: {', '.join(sorted(_SERVERS))}")
     argv = [*build(recipe, strategy, model_path, device), f"--host={host}", f"--port={port}", *recipe.rollout.server_args]
     full = process_env(recipe, device=device, gpus=gpus) | dict(env or {})
-    if strategy.engine == "sglang" and device == "cpu":
+    if strategy.engine == "embedded":
+        full.setdefault("PYTHONPATH", python_path(os.environ))
+    elif device == "cpu":
         full.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     return ProcessSpec(role="server", rank=rank, argv=argv, env=full, cpus=_cpus("server", recipe))
 
@@ -83,7 +85,6 @@ def process_env(recipe: Recipe, *, device: Device, gpus: Sequence[int], parent: 
     parent = os.environ if parent is None else parent
     env = {
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": _python_path(parent),
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": visible_devices(gpus, parent),
     }
@@ -112,6 +113,19 @@ def visible_devices(gpus: Sequence[int], parent: Mapping[str, str]) -> str:
     return ",".join(names[gpu] for gpu in gpus)
 
 
+def python_path(parent: Mapping[str, str]) -> str:
+    """``PYTHONPATH`` for our own processes: this one's import path beyond the installation, so that they find a user's workflow too.
+
+    Not for SGLang, whose interpreter may be another one.
+    """
+    paths = sysconfig.get_paths()
+    installed = [os.path.realpath(paths[kind]) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+    mine = [os.path.abspath(path) for path in sys.path if os.path.isdir(path or ".")]
+    extra = [path for path in mine if not any(f"{os.path.realpath(path)}/".startswith(f"{root}/") for root in installed)]
+    given = [path for path in parent.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join(dict.fromkeys([*extra, *given]))
+
+
 def _sglang_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, device: Device) -> list[str]:
     argv = [recipe.rollout.python or sys.executable, "-m", "sglang.launch_server", f"--model-path={model_path}"]
     argv += [f"--dtype={_DTYPES[recipe.rollout.dtype]}", f"--random-seed={recipe.run.seed}"]
@@ -129,13 +143,3 @@ _SERVERS = {"sglang": _sglang_argv, "embedded": _embedded_argv}
 
 def _cpus(role: str, recipe: Recipe) -> tuple[int, ...]:
     return tuple(recipe.launch.train_cpus if role == "train" else recipe.launch.rollout_cpus)
-
-
-def _python_path(parent: Mapping[str, str]) -> str:
-    """This process's own import path beyond the installation: workflows and rewards of a user's script must be importable in workers."""
-    paths = sysconfig.get_paths()
-    installed = [os.path.realpath(paths[kind]) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
-    mine = [os.path.abspath(path) for path in sys.path if os.path.isdir(path or ".")]
-    extra = [path for path in mine if not any(f"{os.path.realpath(path)}/".startswith(f"{root}/") for root in installed)]
-    given = [path for path in parent.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return os.pathsep.join(dict.fromkeys([*extra, *given]))

@@ -93,6 +93,7 @@ class LocalLauncher:
             assert spec.key not in self._children, f"{spec.role} rank {spec.rank} is started twice"
             _check(spec)
         if self._guard is None:
+            _check_kernel()
             self._start_guard()
         for spec in batch:
             child = self._spawner.submit(self._spawn, spec).result()
@@ -293,6 +294,13 @@ def _cause(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal has no name
         return f"killed by signal {-code}"
+
+
+def _check_kernel() -> None:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        raise UserError(f"the local launcher needs Linux 5.3 or later (pidfd_open: {error})") from error
 
 
 def _check(spec: ProcessSpec) -> None:

@@ -105,15 +105,11 @@ class RunDir:
         return self.path / "rendezvous" / self.attempt
 
     def model_path(self, recipe: Recipe) -> str:
-        """Where every process loads the model from: the recipe's folder, or the one that was made here for random weights."""
+        """Where every process loads the model from: ``model.path``, or the folder made here where ``model.weights`` is random."""
         return str(self.path / "model") if recipe.model.weights == "random" else recipe.model.path
 
     def log_path(self, role: str, rank: int) -> Path:
         return self.path / "logs" / f"{_label(role, rank)}.log"
-
-    def model_path(self, recipe: Recipe) -> str:
-        """Where the weights at the start are: ``model.path``, or the folder that the controller fills where ``model.weights`` is random."""
-        return str(self.path / "model") if recipe.model.weights == "random" else recipe.model.path
 
     def read_recipe(self) -> Recipe:
         return Recipe.model_validate(yaml.safe_load(self.recipe_path.read_text()))

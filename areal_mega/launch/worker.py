@@ -49,11 +49,6 @@ class WorkerContext:
     def token(self) -> str:
         return self.run_dir.token
 
-    @property
-    def model_path(self) -> str:
-        """See ``RunDir.model_path``."""
-        return self.run_dir.model_path(self.recipe)
-
     def announce(self, address: str, **info: Any) -> None:
         """Tell the controller and the other processes that this one is ready at ``host:port``; ``info`` is anything JSON holds."""
         self.run_dir.announce(self.role, self.rank, address, **info)

@@ -44,7 +44,7 @@ class RankServer:
         self._thread = threading.Thread(target=self._run_loop, name=f"rpc {name}", daemon=True)
 
     def register(self, method: str, function: Callable[..., Any]) -> None:
-        """Serve a blocking function as ``method``."""
+        """Serve a blocking function as ``method``. What it returns is encoded while the next call may already run: return fresh arrays."""
 
         async def enqueue(**kwargs: Any) -> Any:
             if self._stopped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import threading
@@ -117,14 +118,16 @@ async def test_supervised_work_returns_or_raises_as_it_would_alone(launcher: Loc
         await launcher.supervise(unreachable())
 
 
-async def test_a_failure_just_before_a_death_is_told_as_the_death(launcher: LocalLauncher) -> None:
-    launcher.start([spec("import time; time.sleep(0.3); raise SystemExit('out of memory')")])
+async def test_a_failure_just_before_a_death_is_told_as_the_death(launcher: LocalLauncher, run_dir: RunDir) -> None:
+    launcher.start([spec(SLEEP)])
+    await asyncio.to_thread(said, run_dir.log_path("train", 0), "asleep")
 
-    async def lost_its_neighbour() -> None:
+    async def lose_a_neighbour() -> None:
+        asyncio.get_running_loop().call_later(0.2, os.kill, launcher.pid("train", 0), signal.SIGKILL)
         raise ConnectionResetError("gloo: connection closed by peer")
 
-    with pytest.raises(WorkerDied, match="out of memory") as caught:
-        await launcher.supervise(lost_its_neighbour())
+    with pytest.raises(WorkerDied, match="asleep") as caught:
+        await launcher.supervise(lose_a_neighbour())
     assert isinstance(caught.value.__cause__, ConnectionResetError)
 
 
@@ -177,13 +180,16 @@ async def test_the_first_death_is_the_one_reported(launcher: LocalLauncher) -> N
 
 
 async def test_a_process_that_never_becomes_ready_is_named_with_its_log(run_dir: RunDir) -> None:
-    with LocalLauncher(run_dir, startup_timeout_s=5.0, shutdown_timeout_s=5.0) as launcher:
+    with LocalLauncher(run_dir, startup_timeout_s=0.2, shutdown_timeout_s=5.0) as launcher:
         launcher.start([spec(READY, "train", 0, run_dir), spec(SLEEP, "rollout", 1)])
+        await asyncio.to_thread(run_dir.wait_announced, [("train", 0)], 60)
+        await asyncio.to_thread(said, run_dir.log_path("rollout", 1), "asleep")
         with pytest.raises(DeadlineExceeded) as caught:
             await launcher.wait_ready([("train", 0), ("rollout", 1)])
+    log = run_dir.log_path("rollout", 1)
     first, *rest = str(caught.value).splitlines()
-    assert first.startswith("not ready within launch.startup_timeout_s=5 s: ") and first.endswith("rollout rank 1")
-    assert rest[-2:] == [f"  rollout rank 1; log: {run_dir.log_path('rollout', 1)}; its last lines:", "    asleep"]
+    assert first == "not ready within launch.startup_timeout_s=0.2 s: rollout rank 1"
+    assert rest == [f"  rollout rank 1; log: {log}; its last lines:", "    asleep"]
 
 
 async def test_a_death_during_start_ends_the_wait_at_once(launcher: LocalLauncher) -> None:
@@ -277,4 +283,14 @@ async def test_a_missing_program_is_one_line(launcher: LocalLauncher) -> None:
 async def test_a_core_that_is_not_there_is_one_line(launcher: LocalLauncher, role: str, setting: str) -> None:
     with pytest.raises(UserError, match=rf"{role} rank 0: {setting} names core 4096; this process may use \[") as caught:
         launcher.start([replace(spec(SLEEP, role), cpus=(0, 4096))])
+    assert "\n" not in str(caught.value)
+
+
+async def test_an_old_kernel_is_one_line(launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    with pytest.raises(UserError, match=r"needs Linux 5.3 or later") as caught:
+        launcher.start([spec(SLEEP)])
     assert "\n" not in str(caught.value)
