@@ -140,9 +140,8 @@ class Cluster:
         for server in servers:
             stack.push_async_callback(server.close)
         # Servers first: a rollout worker connects to a healthy one.
-        found, *_ = await gather_all(
-            [self._launcher.wait_ready([*train_keys, *rollout_keys]), *(server.wait_healthy(deadline_s) for server in servers)]
-        )
+        waits: list[Coroutine[Any, Any, Any]] = [server.wait_healthy(deadline_s) for server in servers]
+        found, *_ = await gather_all([self._launcher.wait_ready([*train_keys, *rollout_keys]), *waits])
         clients = {key: RpcClient(found[key]["address"], run_dir.token, peer=f"{key[0]} rank {key[1]}") for key in found}
         for client in clients.values():
             stack.push_async_callback(client.close)

@@ -115,10 +115,7 @@ class TrainWorker:
             rows[i] = row
         packed = [[self._engine.pack([rows[i] for i in micro], micro) for micro in minibatch] for minibatch in minibatches]
         self._step = _Step(packed, trained_tokens)
-        return {
-            "tokens": sum(len(a["input_ids"]) for a in arrays.values()),
-            "bytes": sum(x.nbytes for a in arrays.values() for x in a.values()),
-        }
+        return {"nbytes": sum(array.nbytes for row in arrays.values() for array in row.values())}
 
     def logprobs(self) -> dict[str, Any]:
         """Proximal and reference log-probabilities, as far as the algorithm needs them, kept for the updates.

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from areal_mega.algorithms.registry import algorithm_of
 from areal_mega.launch.worker import WorkerContext
 from areal_mega.rpc.rank_server import RankServer
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ def main(context: WorkerContext) -> None:
     dist.destroy_process_group()
 
 
-def _store(context: WorkerContext, world_size: int) -> object:
+def _store(context: WorkerContext, world_size: int) -> Store:
     """The store where train ranks meet. Rank 0 listens on a port that the system chooses, so that no two runs can collide."""
     import torch.distributed as dist
 
