@@ -47,7 +47,8 @@ class StepRunner:
         rows.lengths[:before] += 1
         ready, hidden_index = self._close_fills(fills, followers, hidden, before)
         engine.counters.steps += 1
-        return self._sample(ready, hidden if len(ready) == len(hidden) else hidden[torch.from_numpy(hidden_index)])
+        # Without fills every row is sampled from its own hidden state; equal counts alone say nothing: four samples of four tokens.
+        return self._sample(ready, hidden[torch.from_numpy(hidden_index)] if fills else hidden)
 
     # Admission.
 
