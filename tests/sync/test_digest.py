@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_mega.sync.digest import ROW_WORDS, combine, tensor_digest
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+
+
+def random_tensor(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    raw = np.random.default_rng(seed).integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 400), st.sampled_from(DTYPES), st.integers(0, 2**31), st.data())
+def test_every_changed_bit_and_every_swap_shows(count: int, dtype: torch.dtype, seed: int, data: st.DataObject) -> None:
+    tensor = random_tensor(count, dtype, seed)
+    digest = tensor_digest(tensor)
+    assert tensor_digest(tensor.clone()) == digest
+    raw = tensor.clone().view(torch.uint8)
+    position = data.draw(st.integers(0, len(raw) - 1))
+    raw[position] ^= 1 << data.draw(st.integers(0, 7))
+    assert tensor_digest(raw.view(dtype)) != digest
+    i, j = data.draw(st.integers(0, count - 1)), data.draw(st.integers(0, count - 1))
+    swapped = tensor.clone()
+    swapped[i], swapped[j] = tensor[j].clone(), tensor[i].clone()
+    same = torch.equal(swapped.view(torch.uint8), tensor.view(torch.uint8))
+    assert (tensor_digest(swapped) == digest) == same
+
+
+@pytest.mark.parametrize("words", [ROW_WORDS - 1, ROW_WORDS, ROW_WORDS + 1, 3 * ROW_WORDS + 7])
+def test_rows_and_blocks_are_no_blind_spots(words: int) -> None:
+    tensor = random_tensor(words, torch.int64, 1)
+    digest = tensor_digest(tensor)
+    for index in {0, words // 2, words - 1, min(ROW_WORDS, words - 1)}:
+        other = tensor.clone()
+        other[index] += 1
+        assert tensor_digest(other) != digest
+    assert tensor_digest(tensor.roll(ROW_WORDS)) != digest or words == ROW_WORDS
+
+
+def test_views_unaligned_slices_and_layout_do_not_matter() -> None:
+    bucket = random_tensor(1000, torch.uint8, 3)
+    part = bucket[2:402].view(torch.bfloat16)
+    assert tensor_digest(part) == tensor_digest(part.clone())
+    matrix = random_tensor(64, torch.int64, 4).view(8, 8)
+    assert tensor_digest(matrix.t()) == tensor_digest(matrix.t().contiguous())
+    assert tensor_digest(matrix.t()) != tensor_digest(matrix)
+
+
+def test_shape_and_dtype_count() -> None:
+    tensor = torch.zeros(4, 6)
+    digests = {tensor_digest(t) for t in (tensor, tensor.view(6, 4), tensor.view(24), torch.zeros(4, 6, dtype=torch.int32))}
+    assert len(digests) == 4
+    assert tensor_digest(torch.empty(0)) == tensor_digest(torch.empty(0))
+    assert tensor_digest(torch.tensor(1.0)) != tensor_digest(torch.tensor(2.0))
+
+
+def test_the_algorithm_is_fixed() -> None:
+    """Both ends of a sync may run different machines; a changed constant must not pass unnoticed."""
+    assert tensor_digest(torch.arange(40_000, dtype=torch.float32)) == "0995de5b7656be22"
+
+
+@given(st.dictionaries(st.text(max_size=8), st.text("0123456789abcdef", min_size=16, max_size=16), min_size=1, max_size=6), st.randoms())
+def test_combining_ignores_order_and_nothing_else(digests: dict[str, str], random) -> None:  # type: ignore[no-untyped-def]
+    names = list(digests)
+    random.shuffle(names)
+    combined = combine(digests)
+    assert combine({name: digests[name] for name in names}) == combined
+    assert combine({name + "x": d for name, d in digests.items()}) != combined
+    assert combine(dict(list(digests.items())[1:])) != combined
