@@ -22,7 +22,10 @@ class RLVRWorkflow(Workflow):
         tokenizer = self.context.tokenizer
         prompt_ids = prompt_tokens(tokenizer, data.row)
         prompt_text = tokenizer.decode(prompt_ids)
-        generations = await engine.generate(self.context.requests(prompt_ids, data))
+        requests = self.context.requests(prompt_ids, data)
+        generations = await engine.generate(requests)
+        if len(generations) != len(requests):
+            raise RuntimeError(f"asked for {len(requests)} samples, and the inference server gave {len(generations)}")
         members = await asyncio.gather(*(self._member(i, prompt_ids, prompt_text, data, g) for i, g in enumerate(generations)))
         return [trajectory for trajectory in members if trajectory is not None]
 

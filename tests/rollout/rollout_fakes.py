@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,3 +107,8 @@ class ScriptedWorkflow(Workflow):
             return action
         finally:
             self.at_once -= 1
+
+
+def length_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> dict[str, float]:
+    """The completion's length, and the process that measured it."""
+    return {"reward": float(len(completion)), "pid": float(os.getpid())}
