@@ -132,11 +132,11 @@ async def test_requests_in_flight_go_on_under_the_new_version(url: str, model: P
             check_logprobs(model, weights, request, generation, switch, 400)
 
 
-async def wait_for_tokens(client: InferenceClient) -> None:
+async def wait_for_tokens(client: InferenceClient, requests: int = 12, tokens: int = 500) -> None:
     """Until the batch has run for some steps."""
     for _ in range(2000):
         state = (await client._request("GET", "/server_info"))["internal_states"][0]
-        if state["running"] == 12 and state["cached_tokens"] > 12 * 40:
+        if state["running"] == requests and state["cached_tokens"] > tokens:
             return
         await asyncio.sleep(0.005)
     raise AssertionError("generation did not get going")
@@ -164,8 +164,7 @@ async def test_without_a_pause_an_update_waits_for_running_requests(url: str, mo
     async with joined(url) as (client, group, name):
         await client.update_from_disk(str(model), 30)
         task = asyncio.create_task(client.generate([request]))
-        while (await client._request("GET", "/server_info"))["internal_states"][0]["running"] == 0:
-            await asyncio.sleep(0.002)
+        await wait_for_tokens(client, requests=1, tokens=5)
         await client.begin_update()
         await send(client, group, name, changed(model, 9), version=31, flush_cache=True)
         await client.end_update()

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_mega.serving.sampling import RowSampling, sample, uniforms
+
+
+def params(rows: int, **columns: object) -> RowSampling:
+    defaults: dict[str, object] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "seed": 0, "position": 0}
+    types = {"seed": np.uint64, "position": np.int64, "top_k": np.int64}
+    filled = {k: np.broadcast_to(np.asarray(columns.get(k, v), types.get(k, np.float32)), (rows,)).copy() for k, v in defaults.items()}
+    return RowSampling(**filled)
+
+
+def frequencies(logits: torch.Tensor, draws: int = 40_000, **columns: object) -> np.ndarray:
+    tokens, _, _ = sample(logits.expand(draws, -1).contiguous(), params(draws, seed=np.arange(draws), **columns))
+    return np.bincount(tokens.numpy(), minlength=logits.shape[-1]) / draws
+
+
+def test_uniform_numbers_are_uniform_over_seeds_and_over_positions() -> None:
+    for u in (uniforms(np.arange(100_000), np.full(100_000, 7)), uniforms(np.full(100_000, 7), np.arange(100_000))):
+        assert (u >= 0).all() and (u < 1).all()
+        counts = np.histogram(u, 50, (0, 1))[0]
+        assert ((counts - 2000) ** 2 / 2000).sum() < 86  # chi-square, 49 degrees of freedom, p = 0.001
+        assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_with_their_probabilities(temperature: float) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0, 0.5]])
+    expected = torch.softmax(logits / temperature, -1)[0].numpy()
+    observed = frequencies(logits, temperature=temperature)
+    assert ((observed - expected) ** 2 / expected).sum() * 40_000 < 20.5  # 5 degrees of freedom, p = 0.001
+
+
+def test_limits_cut_and_keep_proportions() -> None:
+    logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.06, 0.04]]))
+    for limit, kept in [({"top_k": 2}, 2), ({"top_p": 0.65}, 2), ({"top_p": 0.75}, 3), ({"min_p": 0.4}, 3), ({"top_k": 1}, 1)]:
+        observed = frequencies(logits, draws=20_000, **limit)
+        expected = np.array([0.4, 0.3, 0.2, 0.06, 0.04]) * (np.arange(5) < kept)
+        np.testing.assert_allclose(observed, expected / expected.sum(), atol=0.02)
+        assert (observed[kept:] == 0).all()
+
+
+def test_logprobs_are_scaled_by_temperature_and_not_by_limits() -> None:
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    rows = params(4, temperature=[0.0, 0.5, 1.0, 2.0], top_k=[-1, 1, 2, 3], seed=[1, 2, 3, 4])
+    tokens, logprobs, _ = sample(logits, rows)
+    scale = torch.tensor([1.0, 0.5, 1.0, 2.0])[:, None]
+    expected = torch.log_softmax(logits / scale, -1).gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(logprobs, expected)
+    assert tokens[0] == logits[0].argmax() and tokens[1] == logits[1].argmax()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 12), st.integers(2, 40), st.integers(0, 2**31), st.data())
+def test_a_row_is_drawn_the_same_in_any_batch(rows: int, vocab: int, seed: int, data: st.DataObject) -> None:
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.normal(size=(rows, vocab)).astype(np.float32) * 3)
+    columns = {
+        "temperature": rng.choice([0.0, 0.3, 1.0, 1.7], rows),
+        "top_p": rng.choice([0.2, 0.9, 1.0], rows),
+        "top_k": rng.choice([-1, 1, 3, 100], rows),
+        "min_p": rng.choice([0.0, 0.1], rows),
+        "seed": rng.integers(0, 2**63, rows),
+        "position": rng.integers(0, 1000, rows),
+    }
+    tokens, logprobs, _ = sample(logits, params(rows, **columns))
+    assert (tokens >= 0).all() and (tokens < vocab).all() and torch.isfinite(logprobs).all()
+    order = data.draw(st.permutations(range(rows)))
+    again, _, _ = sample(logits[order], params(rows, **{k: v[order] for k, v in columns.items()}))
+    assert again.tolist() == tokens[order].tolist()
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    logits = torch.full((2000, 50), float("-inf"))
+    logits[:, 49] = 0.0
+    logits[:, 10] = -2.0
+    tokens, _, _ = sample(logits, params(2000, seed=np.arange(2000)))
+    assert set(tokens.tolist()) == {10, 49}
