@@ -49,7 +49,7 @@ async def test_many_rewards_stay_with_their_samples() -> None:
 
 @pytest.mark.parametrize("stuck", ["spin", "c code", "sleep"])
 async def test_timeout_fires_whatever_the_verifier_is_stuck_in(stuck: str) -> None:
-    async with runner(timeout_s=1.0) as verifier:
+    async with runner(timeout_s=2.0) as verifier:
         before = await verifier.score("", "pid", {})
         result = await verifier.score("", stuck, {})
         assert (result.status, result.value) == ("timeout", None)
