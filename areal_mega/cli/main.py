@@ -12,7 +12,7 @@ import typer
 
 from areal_mega import __version__
 from areal_mega.cli import config, doctor, report, serve, train
-from areal_mega.core.errors import DeadlineExceeded, UserError, WorkerDied
+from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError
 
 app = typer.Typer(
     name="areal-mega",
@@ -53,7 +53,7 @@ def main() -> None:
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-    except (WorkerDied, DeadlineExceeded) as error:
+    except (RunFailed, DeadlineExceeded) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:

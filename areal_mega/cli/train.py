@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typer
+
 from areal_mega.cli.recipe import OverridesArgument, RecipeArgument, load, naming_lines
 
 
@@ -12,4 +14,10 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 
     provenance = {path: str(origin) for path, origin in resolved.provenance.items()}
     with naming_lines(resolved), Trainer(resolved.recipe, provenance=provenance) as trainer:
-        trainer.train()
+        result = trainer.train()
+    if result.last_eval is not None:
+        typer.echo(f"evaluation: {result.first_eval:.3f} before, {result.last_eval:.3f} after {result.steps} steps")
+    if result.export is not None:
+        typer.echo(f"model: {result.export}")
+    if result.report is not None:
+        typer.echo(f"report: {result.report}")

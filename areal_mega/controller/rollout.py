@@ -12,6 +12,7 @@ from areal_mega.algorithms.advantages import is_uniform
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
 from areal_mega.controller.calls import gather_all
+from areal_mega.core.errors import RunFailed
 from areal_mega.core.types import Group, Prompt
 from areal_mega.data.stream import PromptStream
 from areal_mega.rollout.results import EpisodeResult, Purpose
@@ -26,7 +27,7 @@ _HOPELESS = 16
 """Give up when so many times a batch's prompts ended without a group and none was accepted in between."""
 
 
-class RolloutFailed(RuntimeError):
+class RolloutFailed(RunFailed):
     """Rollout makes no progress. The message says what became of the prompts."""
 
 

@@ -21,14 +21,14 @@ from areal_mega.config.schema import Recipe
 from areal_mega.controller.calls import gather_all
 from areal_mega.controller.train import TrainController
 from areal_mega.core import metrics as m
-from areal_mega.core.errors import DeadlineExceeded
+from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.core.metrics import Metrics
 from areal_mega.rollout.client import Capabilities, InferenceClient
 
 log = logging.getLogger(__name__)
 
 
-class SyncMismatch(RuntimeError):
+class SyncMismatch(RunFailed):
     """A server does not hold what the trainer sent."""
 
 

@@ -1,4 +1,4 @@
-"""The two kinds of failure that a person reads: their own mistake, and the death of a process."""
+"""The kinds of failure that a person reads: their own mistake, an expired wait, a run that cannot go on, the death of a process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ class UserError(ValueError):
     """A user's mistake. The message is one line: what, where, the remedy. The CLI prints it and exits with 2."""
 
 
+class RunFailed(RuntimeError):
+    """The run cannot go on. The message says what stopped it; the CLI prints it and exits with 1."""
+
+
 class DeadlineExceeded(TimeoutError):
     """A wait ran out. The message says what was awaited, for how long, and who is missing."""
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(RunFailed):
     """A process of the run ended when it should not have.
 
     Args:

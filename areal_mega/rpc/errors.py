@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from areal_mega.core.errors import RunFailed
 
-class RpcError(RuntimeError):
+
+class RpcError(RunFailed):
     """The peer answered that the call failed.
 
     Args:
@@ -20,7 +22,7 @@ class RpcError(RuntimeError):
         super().__init__(f"{peer}: {method}: {kind}: {message}" + (f"\n  its traceback:{indented}" if indented else ""))
 
 
-class PeerUnreachable(ConnectionError):
+class PeerUnreachable(RunFailed, ConnectionError):
     """The peer cannot be connected to, or went away in mid-call. Whether the call had an effect is unknown in the second case."""
 
     def __init__(self, *, peer: str, address: str, method: str, reason: str) -> None:
