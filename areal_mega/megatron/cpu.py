@@ -42,7 +42,7 @@ def _enter(stack: ExitStack) -> None:
     import megatron.core.pipeline_parallel.schedules
     import megatron.core.tensor_parallel.random
     import megatron.core.transformer.attention
-    import megatron.core.transformer.moe.token_dispatcher
+    import megatron.core.transformer.moe.token_dispatcher  # noqa: F401
 
     _redirect_devices(stack)
     _redirect_random(stack)
@@ -129,8 +129,10 @@ class _TorchOfMegatron(ModuleType):
     Only those modules pay for the detour; a global function mode would slow down every call of the process.
     """
 
-    FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand", "randint", "randn")
-    FACTORIES += ("tensor", "zeros", "zeros_like")
+    FACTORIES: tuple[str, ...] = (
+        *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand", "randint", "randn"),
+        *("tensor", "zeros", "zeros_like"),
+    )
 
     def __init__(self) -> None:
         super().__init__("torch")

@@ -333,8 +333,8 @@ class MegatronEngine:
             dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
             self._router_scale = 1.0 / float(tokens.item())
 
-    def _router_loss_scale(self) -> float:
-        return self._router_scale
+    def _router_loss_scale(self) -> Tensor:
+        return torch.full((1,), self._router_scale, device=self.platform.device)
 
     def _padding_mask(self, work: MicroBatch, chunk: nn.Module) -> Tensor | None:
         """[1, tokens] bool, True on padding, for the router's losses. Later stages get their sequence-parallel part of it."""

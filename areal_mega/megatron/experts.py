@@ -29,8 +29,7 @@ class LocalExperts(SequentialMLP):
             gated.append(F.silu(gate) * up)
         weighted = torch.cat(gated) * permuted_probs.unsqueeze(-1).to(gated[0].dtype)
         outputs = [
-            F.linear(part, expert.linear_fc2.weight)
-            for expert, part in zip(self.local_experts, torch.split(weighted, counts), strict=True)
+            F.linear(part, expert.linear_fc2.weight) for expert, part in zip(self.local_experts, torch.split(weighted, counts), strict=True)
         ]
         return torch.cat(outputs), None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def packed_layout(cu_seqlens: Tensor, max_seqlen: int, cp_size: int = 1) -> Pack
         "max_seqlen_kv": max_seqlen,
     }
     bounds = cu_seqlens.tolist()
-    spans = list(zip(bounds[:-1], bounds[1:], strict=True))
+    spans = list(pairwise(bounds))
     if cp_size > 1:
         return PackedLayout(**common, context_slices=tuple(spans), kv_index=unzigzag_index(cu_seqlens, cp_size))
     lengths = [end - start for start, end in spans]
@@ -109,9 +110,7 @@ def packed_layout(cu_seqlens: Tensor, max_seqlen: int, cp_size: int = 1) -> Pack
         batches.append((len(members), longest))
         offset += len(members) * longest
     device = cu_seqlens.device
-    return PackedLayout(
-        **common, gather_index=torch.cat(gather).to(device), back_index=back_index.to(device), batches=tuple(batches)
-    )
+    return PackedLayout(**common, gather_index=torch.cat(gather).to(device), back_index=back_index.to(device), batches=tuple(batches))
 
 
 def group_by_length(lengths: list[int]) -> list[list[int]]:

@@ -54,7 +54,7 @@ def vocab_parallel_logprobs(
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden_th: Tensor, weight_vh: Tensor, local_t: Tensor, temperature: float, group: dist.ProcessGroup | None, chunk: int
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden_th.shape[0]
@@ -86,7 +86,7 @@ class _LogProbs(torch.autograd.Function):
         return logprob_t, entropy_t
 
     @staticmethod
-    def backward(ctx: Any, grad_t: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_t: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden_th, weight_vh, local_t, logsumexp_t = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_th = torch.empty_like(hidden_th) if need_hidden else None

@@ -83,11 +83,11 @@ class TokenLogProbs:
         self, *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: MicroBatch, **_: Any
     ) -> Tensor:
         """``hidden_states`` is [T/cp (/tp under sequence parallelism), 1, hidden]."""
-        weight: Tensor = output_layer.weight if output_weight is None else output_weight
+        weight = output_weight
+        if weight is None:
+            weight = output_layer.get_parameter("weight")
         if self.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=True, group=self.tp_group
-            )
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=self.tp_group)
         return torch.stack(
             vocab_parallel_logprobs(
                 hidden_states[:, 0],

@@ -70,6 +70,9 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "variable_seq_lengths": True,
         "batch_p2p_sync": False,
+        # With two stages, interleaved, both neighbours are the same rank: only one direction at a time keeps messages apart.
+        "batch_p2p_comm": strategy.vpp == 1,
+        "overlap_p2p_comm": strategy.vpp > 1,
         # Losses arrive divided by the global denominator: gradients are plain sums, and nothing may rescale them.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": _finalize,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ def pack(
 
     def row(name: str) -> Tensor:
         arrays = [np.asarray(sample[name]) for sample in samples]
-        out = np.zeros(total, dtype=_travelling_dtype(arrays[0].dtype))
+        out: np.ndarray = np.zeros(total, dtype=_travelling_dtype(arrays[0].dtype))
         for array, start, n in zip(arrays, starts, lengths, strict=False):
             assert array.shape == (n,), f"field {name!r} has shape {array.shape}, the sample {n} tokens"
             out[start : start + n] = array
@@ -134,7 +135,7 @@ def zigzag_index(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """
     parts = []
     bounds = cu_seqlens.tolist()
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds):
         chunk, rest = divmod(end - start, 2 * cp_size)
         assert rest == 0, f"a sequence of {end - start} tokens does not split into {2 * cp_size} chunks"
         for c in (cp_rank, 2 * cp_size - 1 - cp_rank):

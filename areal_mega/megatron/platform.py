@@ -67,7 +67,9 @@ def detect(device: Literal["auto", "cpu", "cuda"] = "auto", local_rank: int = 0)
     """
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
-        raise UserError("launch.device is cuda, but torch sees no GPU here; set launch.device to auto or cpu, or check CUDA_VISIBLE_DEVICES")
+        raise UserError(
+            "launch.device is cuda, but torch sees no GPU here; set launch.device to auto or cpu, or check CUDA_VISIBLE_DEVICES"
+        )
     if device == "cpu" or not has_gpu:
         return Platform(torch.device("cpu"), "gloo")
     return Platform(

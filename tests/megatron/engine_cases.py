@@ -229,3 +229,64 @@ def hf_training(rank: int, world_size: int, *, folder: str, steps: int, lrs: lis
     for parameter in model.parameters():
         parameter.grad = parameter.detach()
     return {"grad_norm": norms, "weights": _hf_gradients(model)}
+
+
+def nan_loss(logprobs_t: Tensor, fields: Any, sequence_t: Tensor, num_sequences: int) -> tuple[Tensor, dict]:
+    return logprobs_t.sum() * float("nan"), {}
+
+
+def broken_gradient(rank: int, world_size: int, *, folder: str, strategy: str) -> dict:
+    engine = make_engine(rank, folder, strategy)
+    batches = my_batches(engine, 1)
+    before = {name: tensor.clone() for name, tensor in engine.named_shards().items()}
+    result = engine.train_minibatch(batches, nan_loss, 1.0)
+    unchanged = all(torch.equal(tensor, before[name]) for name, tensor in engine.named_shards().items())
+    after = engine.train_minibatch(batches, weighted_loss, 1.0)
+    return {"skipped": result.skipped, "grad_norm": result.grad_norm, "unchanged": unchanged, "skipped_after": after.skipped}
+
+
+def reference_model(rank: int, world_size: int, *, folder: str, strategy: str) -> dict:
+    engine = make_engine(rank, folder, strategy, optimizer={"lr": 1e-2})
+    engine.set_reference(folder)
+    batches = my_batches(engine, 2)
+    policy, reference = engine.logprobs(batches, 1.0), engine.logprobs(batches, 1.0, model="reference")
+    engine.train_minibatch(batches, weighted_loss, 1.0)
+    policy_after, reference_after = engine.logprobs(batches, 1.0), engine.logprobs(batches, 1.0, model="reference")
+    if policy is None:
+        return {"last": False}
+    assert reference is not None and policy_after is not None and reference_after is not None
+    return {
+        "last": True,
+        "same_before": all(torch.equal(a, b) for a, b in zip(policy, reference, strict=True)),
+        "reference_same": all(torch.equal(a, b) for a, b in zip(reference, reference_after, strict=True)),
+        "policy_moved": max(float((a - b).abs().max()) for a, b in zip(policy, policy_after, strict=True)),
+    }
+
+
+def export_and_reload(rank: int, world_size: int, *, folder: str, strategy: str, out: str) -> dict:
+    engine = make_engine(rank, folder, strategy, optimizer={"lr": 1e-2})
+    batches = my_batches(engine, 1)
+    engine.train_minibatch(batches, weighted_loss, 1.0)
+    engine.export_hf(out)
+    trained = {name: tensor.clone() for name, tensor in engine.named_shards().items()}
+    logprobs = engine.logprobs(batches, 1.0)
+    engine.load_hf(folder)
+    engine.load_hf(out)
+    equal = all(torch.equal(tensor, trained[name]) for name, tensor in engine.named_shards().items())
+    return {"equal": equal, "logprobs": by_sample(logprobs, batches) if engine.is_reporter else {}}
+
+
+def temperatures(rank: int, world_size: int, *, folder: str) -> dict:
+    engine = make_engine(rank, folder, "megatron:d1")
+    batches = my_batches(engine, 1)
+    logits = whole_logits(engine, batches)
+    assert logits is not None
+    worst = 0.0
+    for temperature in (0.3, 1.0, 2.0):
+        values = engine.logprobs(batches, temperature)
+        assert values is not None
+        ids_t, first_t = batches[0].input_ids_t, batches[0].position_ids_t == 0
+        expected = (logits[0] / temperature).log_softmax(-1)[:-1].gather(1, ids_t[1:, None])[:, 0]
+        expected = torch.cat([torch.zeros(1), expected]).masked_fill(first_t, 0.0)
+        worst = max(worst, float((values[0] - expected).abs().max()))
+    return {"worst": worst}

@@ -75,7 +75,9 @@ def test_micro_batches(folders: dict[str, str], references: Any, strategy: str, 
     check(results, references["qwen3_moe", "weighted"])
 
 
-@pytest.mark.parametrize(("family", "strategy"), [("qwen3_moe", "megatron:d2e2"), ("qwen2", "megatron:d2"), ("qwen3_moe", "megatron:d2p2e2")])
+@pytest.mark.parametrize(
+    ("family", "strategy"), [("qwen3_moe", "megatron:d2e2"), ("qwen2", "megatron:d2"), ("qwen3_moe", "megatron:d2p2e2")]
+)
 def test_a_rank_without_micro_batches(folders: dict[str, str], references: Any, family: str, strategy: str) -> None:
     split = [[0, 1, 2], [3], [4, 5, 6, 7]]
     results = run_ranks(parse(strategy).world_size, cases.parity, folder=folders[family], strategy=strategy, split=split)
