@@ -23,9 +23,11 @@ from areal_mega.controller.loops import overlapped_loop, plain_loop
 from areal_mega.controller.result import TrainResult
 from areal_mega.core.errors import UserError
 from areal_mega.core.types import Prompt
+from areal_mega.data.prompts import fit_prompts
 from areal_mega.data.registry import load_rows
 from areal_mega.data.rows import check_rows
 from areal_mega.data.stream import PromptStream
+from areal_mega.data.tokenizer import load_tokenizer
 from areal_mega.launch.rundir import RunDir
 from areal_mega.observe.observer import Observer
 
@@ -88,13 +90,19 @@ class Trainer:
         valid = datasets["valid"]
         if valid is None and recipe.data.valid is not None:
             valid = load_rows(recipe.data.valid)
-        stream = PromptStream(rows, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
-        prompts = [Prompt(id=row["id"], epoch=0, row=row) for row in valid or ()]
         cluster = Cluster(recipe)
+        tokenizer = load_tokenizer(recipe.model.path)
+        rows, skipped = _fitting(recipe, tokenizer, rows)
+        valid, valid_skipped = _fitting(recipe, tokenizer, valid) if valid else ([], 0)
+        stream = PromptStream(rows, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+        prompts = [Prompt(id=row["id"], epoch=0, row=row) for row in valid]
         self._run_dir = RunDir.create(recipe)
         _keep_datasets(self._run_dir.path, datasets)
         with Observer(recipe.observe, self._run_dir.path, resolved_dict(recipe), self._provenance) as observer:
             observer.note(f"run directory: {self._run_dir.path}")
+            if skipped or valid_skipped:
+                limit = recipe.data.max_prompt_tokens
+                observer.note(f"prompts longer than data.max_prompt_tokens={limit}: skipped {skipped} of train, {valid_skipped} of valid")
             with asyncio.Runner() as runner:
                 result = runner.run(self._run(cluster, stream, prompts, observer))
             report = observer.close()
@@ -112,6 +120,13 @@ class Trainer:
             "last_eval": run.last_eval,
             "export": run.export_path,
         }
+
+
+def _fitting(recipe: Recipe, tokenizer: Any, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Rows whose prompts are short enough, and how many were skipped."""
+    data = recipe.data
+    fitting = fit_prompts(rows, tokenizer, max_tokens=data.max_prompt_tokens, overlong=data.overlong_prompt)
+    return fitting.rows, len(fitting.skipped)
 
 
 def _with_workflow(recipe: Recipe, path: str | None, kwargs: Mapping[str, Any] | None) -> Recipe:
