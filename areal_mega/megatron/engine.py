@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from areal_mega.parallel.strategy import parse
 
 ModelName = Literal["policy", "reference"]
 LossFn = Callable[[Tensor, Mapping[str, Tensor], Tensor, int], tuple[Tensor, Measured]]
-"""(logprobs_t with graph, fields, sequence_t, num_sequences) -> (loss, measurements). The loss is divided by the global denominator already."""
+"""(logprobs_t with graph, fields, sequence_t, num_sequences) -> (loss, measurements). The loss is over the global denominator already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +152,7 @@ class MegatronEngine:
 
     def gather_hf(self, root: int = 0) -> HFGatherer:
         """A gatherer over the live weights; its ``stream`` is collective."""
-        return HFGatherer(
-            self.named_shards(), self.family, self.hf_config, self.layout, self.rank, root=root, naming=self.naming
-        )
+        return HFGatherer(self.named_shards(), self.family, self.hf_config, self.layout, self.rank, root=root, naming=self.naming)
 
     def export_hf(self, out: str | Path) -> None:
         """Write the policy as a HuggingFace folder (by rank 0, in the training dtype)."""
@@ -252,7 +250,7 @@ class MegatronEngine:
 
         for chunk in self._chunks:
             chunk.train()
-            chunk.zero_grad_buffer()
+            cast(Any, chunk).zero_grad_buffer()
         self.optimizer.megatron.zero_grad()
         self._set_router_scale(batches)
         return self._run(self._chunks, batches, self._projection(temperature), consume, forward_only=False)

@@ -138,7 +138,10 @@ def wrap_for_training(config: TransformerConfig, chunks: list[nn.Module], distri
     groups = ProcessGroupCollection.use_mpu_process_groups()
     for number, chunk in enumerate(chunks):
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False, check_for_nan_in_grad=False
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed_optimizer,
+            overlap_grad_reduce=False,
+            check_for_nan_in_grad=False,
         )
         layout = None
         if distributed_optimizer:
@@ -151,9 +154,10 @@ def wrap_for_training(config: TransformerConfig, chunks: list[nn.Module], distri
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module
-    return chunk
+    inner: Any = chunk
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")

@@ -17,7 +17,16 @@ from areal_mega.parallel.strategy import parse
 
 CLIP = 0.5
 # A large epsilon keeps Adam from turning rounding in tiny gradients into whole steps.
-ADAM = {"lr": 1e-2, "warmup_steps": 2, "schedule": "linear", "weight_decay": 0.1, "clip_grad": CLIP, "eps": 1e-3, "beta1": 0.9, "beta2": 0.95}
+ADAM = {
+    "lr": 1e-2,
+    "warmup_steps": 2,
+    "schedule": "linear",
+    "weight_decay": 0.1,
+    "clip_grad": CLIP,
+    "eps": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.95,
+}
 STEPS = 4
 
 
