@@ -68,8 +68,8 @@ def _meta(sequence: Sequence, text: Text, ids: list[int], version: str) -> dict[
             "api_server_dispatch_finish_ts": sequence.received,
             "request_finished_ts": sequence.finished,
             "decode_throughput": len(ids) / took,
-            "response_sent_to_client_ts": time.time(),
         }
+    meta["response_sent_to_client_ts"] = time.time()
     return meta
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from areal_mega.core.errors import UserError
 from areal_mega.models.hf_io import resolve_folder
 
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken")
+
 
 class Text:
     """Encode, decode, chat template. Without a tokenizer every decoded text is empty, as SGLang answers then."""
@@ -62,8 +64,12 @@ def load_text(path: str, skip: bool) -> Text:
         return Text(None)
     from transformers import AutoTokenizer
 
+    folder = resolve_folder(path)
+    # transformers makes an empty tokenizer of the model's class where the files are missing, and says nothing.
+    if not any(next(folder.glob(name), None) for name in _FILES):
+        raise UserError(f"no tokenizer in {path}; add its files (one of {', '.join(_FILES)}) or start with --skip-tokenizer-init")
     try:
-        return Text(AutoTokenizer.from_pretrained(resolve_folder(path)))
+        return Text(AutoTokenizer.from_pretrained(folder))
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"no tokenizer in {path} ({first}); add its files or start with --skip-tokenizer-init") from None
