@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Write docs/recipe.md, the reference of every recipe setting, from the schema alone.
 
-    python scripts/make_recipe_reference.py            write it
-    python scripts/make_recipe_reference.py --check    exit 1 if it is not what the schema says
+python scripts/make_recipe_reference.py            write it
+python scripts/make_recipe_reference.py --check    exit 1 if it is not what the schema says
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import argparse
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from areal_mega.config.provenance import section_of
 from areal_mega.config.schema import Recipe, Section
 
+ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "recipe.md"
 INTRO = """\
 # Recipe reference
@@ -41,6 +41,12 @@ Every setting of a recipe. This page is generated from [`areal_mega/config/schem
 - `areal-mega config show RECIPE --explain` prints every setting with its value, its unit, where the value came from, and this help.
 - The architecture of the model is not here: it comes from the model's own `config.json`.
 """
+_BOUNDS = {
+    annotated_types.Gt: ("gt", ">"),
+    annotated_types.Ge: ("ge", "≥"),
+    annotated_types.Lt: ("lt", "<"),
+    annotated_types.Le: ("le", "≤"),
+}
 _NAMES: dict[Any, str] = {str: "text", bool: "true or false", int: "integer", float: "number", Any: "anything"}
 
 
@@ -91,12 +97,13 @@ def _kind(annotation: Any) -> str:
     return _NAMES[annotation]
 
 
-def _constrained(kind: str, metadata: typing.Iterable[Any]) -> str:
-    signs = {annotated_types.Gt: ("gt", ">"), annotated_types.Ge: ("ge", "≥"), annotated_types.Lt: ("lt", "<"), annotated_types.Le: ("le", "≤")}
+def _constrained(kind: str, metadata: Iterable[Any]) -> str:
+    """``kind`` with the bounds that pydantic keeps for it."""
     bounds: list[str] = []
     for item in metadata:
-        parts = list(item) if isinstance(item, annotated_types.GroupedMetadata) else [*getattr(item, "metadata", [])] or [item]
-        bounds += [f"{sign} {getattr(part, name):g}" for part in parts for kind_, (name, sign) in signs.items() if isinstance(part, kind_)]
+        # A Field inside Annotated holds its constraints in a list of its own.
+        for part in getattr(item, "metadata", None) or [item]:
+            bounds += [f"{sign} {getattr(part, name):g}" for kind_, (name, sign) in _BOUNDS.items() if isinstance(part, kind_)]
     return " ".join([kind, ", ".join(bounds)]).strip()
 
 
