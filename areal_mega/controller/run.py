@@ -129,10 +129,13 @@ class Run:
 
     async def _warm_up(self) -> None:
         section = self.recipe.warmup
+        clock = time.perf_counter()
         for start in range(0, section.steps, _WARMUP_CALL):
             count = min(_WARMUP_CALL, section.steps - start)
             metrics = m.results(await self.train.warmup(count))
             self.observer.note(f"warm-up {start + count}/{section.steps}: {metrics['sft/nll']:.3f} nats per token")
+        if section.steps:
+            self._metrics.append({"time/warmup": m.total(time.perf_counter() - clock)})
 
     async def _evaluate(self) -> None:
         if not self._valid:
@@ -150,8 +153,8 @@ class Run:
         self._metrics.append(
             {
                 "eval/accuracy": accuracy,
-                "eval/prompts": m.total(len(results)),
-                "eval/failed_prompts": m.total(len(failed)),
+                "rollout/eval_prompts": m.total(len(results)),
+                "rollout/eval_failed_prompts": m.total(len(failed)),
                 "time/eval": m.total(time.perf_counter() - clock),
                 **{f"eval/{name}": m.mean_of(s.scores[name] for s in samples if name in s.scores) for name in names},
             }

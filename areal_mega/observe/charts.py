@@ -126,6 +126,7 @@ def staleness(records: Records) -> str | None:
 
 TIME_PARTS = (
     ("time/wait_rollout", "wait for rollouts", ORANGE),
+    ("time/fetch", "fetch", "#c9a227"),
     ("time/logprobs", "log-probabilities", "#5fb3c4"),
     ("time/update", "update", GREEN),
     ("time/sync", "weight sync", PURPLE),
@@ -134,8 +135,11 @@ TIME_PARTS = (
 
 
 def time_split(records: Records) -> str | None:
-    """Seconds of each step by what they were spent on; what ``time/total`` has beyond the parts is shown as other."""
-    rows = [r for r in records if any(name in r.metrics for name, _, _ in TIME_PARTS)]
+    """Seconds of each step by what they were spent on; what ``time/total`` has beyond the parts is shown as other.
+
+    Train steps only: what comes before the first one (warm-up, first evaluation) would flatten all the others.
+    """
+    rows = [r for r in records if r.step > 0 and any(name in r.metrics for name, _, _ in TIME_PARTS)]
     if not rows:
         return None
     seconds = np.array([[r.metrics.get(name, 0.0) for name, _, _ in TIME_PARTS] for r in rows])
