@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from areal_mega import __version__
-from areal_mega.cli import config, doctor, report, serve, train
+from areal_mega.cli import config, convert, doctor, report, serve, train
 from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ config_app = typer.Typer(help="Look at recipes.", no_args_is_help=True, rich_mar
 app.command("train")(train.train)
 config_app.command("show")(config.show)
 app.add_typer(config_app, name="config")
+app.add_typer(convert.app, name="convert")
 app.command("doctor")(doctor.doctor)
 # Its options are the server's own, so `--help` goes there too.
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)(serve.serve)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from areal_mega.core.errors import UserError
 from areal_mega.models.hf_config import first_line, load_hf_config
+from areal_mega.models.rows import data_offsets, read_full, tensor_bytes, write_full
 
 DTYPES = {
     "F64": torch.float64,
@@ -39,6 +41,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SHARD_BYTES = 5 * 1024**3
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 COPIED = (
     "config.json",
@@ -102,6 +105,8 @@ class HFSource:
         self.folder = resolve_folder(str(path))
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._raw: dict[str, tuple[int, dict[str, int]]] = {}
+        self._lock = threading.Lock()
         self._where = self._read_index()
         for file in sorted(set(self._where.values())):
             self._open(file)
@@ -162,9 +167,36 @@ class HFSource:
         view = self._file(name).get_slice(name)
         return view[(*(slice(None),) * dim, slice(start, stop))]
 
+    def read_rows(self, name: str, start: int, out: Tensor) -> None:
+        """Fill ``out`` (contiguous, of the tensor's dtype) with rows from ``start`` on. Unlike a mapped read this leaves nothing of the
+        file in this process's memory; any number of threads may read at once.
+
+        Raises:
+            UserError: the file ends before.
+        """
+        spec, file = self.spec(name), self._where[name]
+        assert out.dtype == spec.dtype, f"{name}: {spec.dtype} into {out.dtype}"
+        with self._lock:
+            if file not in self._raw:
+                fd = os.open(self.folder / file, os.O_RDONLY)
+                self._stack.callback(os.close, fd)
+                self._raw[file] = (fd, data_offsets(self.folder / file))
+        fd, offsets = self._raw[file]
+        row = spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] else 0
+        try:
+            read_full(fd, tensor_bytes(out), offsets[name] + start * row, self.folder / file)
+        except OSError as error:
+            raise UserError(f"{self.folder / file} cannot be read ({first_line(error)}); fetch the model again") from None
+
+    def stamp(self) -> list[list[Any]]:
+        """Name, size and time of change of every weight file: equal stamps mean the same content."""
+        files = sorted(set(self._where.values()))
+        return [[file, (self.folder / file).stat().st_size, (self.folder / file).stat().st_mtime_ns] for file in files]
+
     def close(self) -> None:
         self._stack.close()
         self._files.clear()
+        self._raw.clear()
 
     def __enter__(self) -> HFSource:
         return self
@@ -173,39 +205,55 @@ class HFSource:
         self.close()
 
 
-def copy_model_files(source: Path, out: Path) -> None:
-    """Copy everything of a model folder but its weights, byte for byte."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in COPIED):
-            shutil.copyfile(path, out / path.name)
+def model_files(source: str | Path) -> dict[str, bytes]:
+    """Everything of a model folder (or hub name) but its weights: content by file name."""
+    folder = resolve_folder(str(source))
+    wanted = (path for path in sorted(folder.iterdir()) if path.is_file() and any(fnmatch(path.name, pattern) for pattern in COPIED))
+    return {path.name: path.read_bytes() for path in wanted}
+
+
+def copy_model_files(files: Mapping[str, bytes], out: Path) -> None:
+    """Write what ``model_files`` gave, byte for byte."""
+    for name, content in files.items():
+        (out / name).write_bytes(content)
 
 
 class HFWriter:
     """Streams a HuggingFace folder. The plan is known before the first tensor, so headers, shard names and the index are exact.
 
-    Use as a context manager: the folder gets its name at a clean exit, and is removed after an error.
+    Use as a context manager: the folder gets its name at a clean exit, and is removed after an error. Threads may write at once.
 
     Args:
         out: the folder to make. It must not exist, unless ``overwrite`` says to replace it.
         plan: every tensor to be written.
-        source: model folder whose config, tokenizer and chat template are copied.
+        source: model folder (or hub name) whose config, tokenizer and chat template are copied, or those files by name.
         shard_bytes: largest shard; a bigger tensor has one for itself.
+        resume: tensors of the same plan that an interrupted writer completed. Given (even empty), the unfinished folder ``aside`` has a
+            fixed name and stays after an error, so that a later writer can go on.
 
     Raises:
         UserError: if ``out`` exists, or the disk is full.
     """
 
     def __init__(
-        self, out: str | Path, plan: Sequence[HFTensorSpec], *, source: str | Path, shard_bytes: int = 5 * 1024**3, overwrite: bool = False
+        self,
+        out: str | Path,
+        plan: Sequence[HFTensorSpec],
+        *,
+        source: str | Path | Mapping[str, bytes],
+        shard_bytes: int = SHARD_BYTES,
+        overwrite: bool = False,
+        resume: Collection[str] | None = None,
     ) -> None:
-        self.out, self._overwrite = Path(out), overwrite
+        self.out, self._overwrite, self._keep = Path(out), overwrite, resume is not None
         if self.out.exists() and not overwrite:
             raise UserError(f"{self.out} exists; remove it or choose another folder")
-        self._aside = self.out.with_name(f".{self.out.name}.partial-{os.getpid()}")
-        self._source = resolve_folder(str(source))
+        self.aside = self.out.with_name(f".{self.out.name}.partial" + ("" if self._keep else f"-{os.getpid()}"))
+        self._model_files = source if isinstance(source, Mapping) else model_files(source)
         self._specs = {spec.name: spec for spec in plan}
         assert len(self._specs) == len(plan), "a plan names each tensor once"
-        self._left = set(self._specs)
+        self._left = {name: spec.nbytes for name, spec in self._specs.items() if name not in (resume or ())}
+        self._lock = threading.Lock()
         shards = _assign(plan, shard_bytes)
         self._total = sum(spec.nbytes for spec in plan)
         self._place: dict[str, tuple[str, int]] = {}
@@ -217,17 +265,18 @@ class HFWriter:
             self._headers[file] = header
             self._place |= {name: (file, len(header) + offset) for name, offset in offsets.items()}
             self._sizes[file] = len(header) + sum(spec.nbytes for spec in shard)
-        self._open: dict[str, BinaryIO] = {}
+        self._open: dict[str, int] = {}
 
     def __enter__(self) -> HFWriter:
-        shutil.rmtree(self._aside, ignore_errors=True)
+        if not self._keep:
+            shutil.rmtree(self.aside, ignore_errors=True)
         try:
-            with _disk(self._aside):
-                self._aside.mkdir(parents=True)
-                copy_model_files(self._source, self._aside)
+            with _disk(self.aside):
+                self.aside.mkdir(parents=True, exist_ok=self._keep)
+                copy_model_files(self._model_files, self.aside)
                 for file, header in self._headers.items():
-                    self._open[file] = (self._aside / file).open("wb")
-                    self._open[file].write(header)
+                    self._open[file] = os.open(self.aside / file, os.O_RDWR | os.O_CREAT, 0o666)
+                    write_full(self._open[file], memoryview(header), 0)
         except UserError:
             self._abandon()
             raise
@@ -235,16 +284,30 @@ class HFWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor of the plan, in any order, each exactly once."""
+        assert tuple(tensor.shape) == self._specs[name].shape, f"{name}: {tuple(tensor.shape)} is not the planned {self._specs[name].shape}"
+        self.write_rows(name, 0, tensor)
+
+    def write_rows(self, name: str, start: int, rows: Tensor) -> None:
+        """Write rows of one tensor from ``start`` on (all of a tensor, or of a scalar, from 0); every row exactly once."""
         spec = self._specs[name]
-        assert name in self._left, f"{name} was written already"
-        assert tuple(tensor.shape) == spec.shape, f"{name}: {tuple(tensor.shape)} is not the planned {spec.shape}"
-        assert tensor.dtype == spec.dtype, f"{name}: {tensor.dtype} is not the planned {spec.dtype}"
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        assert rows.dtype == spec.dtype, f"{name}: {rows.dtype} is not the planned {spec.dtype}"
+        assert rows.shape[1:] == spec.shape[1:], f"{name}: rows of {tuple(rows.shape)} in {spec.shape}"
+        content = tensor_bytes(rows.detach().cpu().contiguous())
+        row = spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] else 0
+        with self._lock:
+            assert len(content) <= self._left.get(name, -1), f"{name} was written already"
+            self._left[name] -= len(content)
+            if not self._left[name]:
+                del self._left[name]
         file, offset = self._place[name]
-        with _disk(self._aside / file):
-            self._open[file].seek(offset)
-            self._open[file].write(data.data)
-        self._left.discard(name)
+        with _disk(self.aside / file):
+            write_full(self._open[file], content, offset + start * row)
+
+    def flush(self) -> None:
+        """What was written so far survives a crash of the machine."""
+        with _disk(self.aside):
+            for handle in self._open.values():
+                os.fdatasync(handle)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
@@ -256,30 +319,30 @@ class HFWriter:
     def _abandon(self) -> None:
         """Close files and remove what has no name yet (nothing, once the folder is renamed)."""
         for handle in self._open.values():
-            handle.close()
-        shutil.rmtree(self._aside, ignore_errors=True)
+            os.close(handle)
+        self._open.clear()
+        if not self._keep:
+            shutil.rmtree(self.aside, ignore_errors=True)
 
     def _finish(self) -> None:
         assert not self._left, f"{len(self._left)} tensors were never written, e.g. {min(self._left)}"
-        with _disk(self._aside):
-            for handle in self._open.values():
-                handle.flush()
-                os.fsync(handle.fileno())
+        self.flush()
+        with _disk(self.aside):
             if len(self._headers) > 1:
                 index = {
                     "metadata": {"total_size": self._total},
                     "weight_map": {name: self._place[name][0] for name in sorted(self._place)},
                 }
-                (self._aside / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+                (self.aside / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for file, size in self._sizes.items():
-            assert (self._aside / file).stat().st_size == size, f"{file} has another size than planned"
+            assert (self.aside / file).stat().st_size == size, f"{file} has another size than planned"
         if self._overwrite and self.out.exists():
-            old = self._aside.with_name(f"{self._aside.name}-replaced")
+            old = self.aside.with_name(f"{self.aside.name}-replaced")
             self.out.rename(old)
-            self._aside.rename(self.out)
+            self.aside.rename(self.out)
             shutil.rmtree(old)
         else:
-            self._aside.rename(self.out)
+            self.aside.rename(self.out)
 
 
 class _disk:

@@ -49,7 +49,7 @@ def load_hf_weights(
     prove_table(table, ownership)
     prove_model(((name, tuple(tensor.shape)) for name, tensor in named.items()), ownership, rank, naming)
     prove_source(source.names(), table, str(source.folder))
-    _check_specs(source, table)
+    check_specs(source, table)
     with torch.no_grad():
         for tensor in named.values():
             tensor.fill_(float("nan"))
@@ -81,7 +81,7 @@ def fill_shard(target: Tensor, shard: Shard, source: HFSource) -> None:
             target.narrow(dim, piece.at, piece.length).zero_()
 
 
-def _check_specs(source: HFSource, table: Table) -> None:
+def check_specs(source: HFSource, table: Table) -> None:
     for tensor in table.hf_tensors:
         spec = source.spec(tensor.name)
         if spec.shape != tensor.shape:
