@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from areal_mega.algorithms.measure import Measured, to_metrics
@@ -26,7 +27,15 @@ from areal_mega.config.schema import ModelSection, RouterSection, TrainSection
 from areal_mega.core.errors import UserError
 from areal_mega.core.metrics import Metrics
 from areal_mega.megatron.microbatch import MicroBatch, TokenLogProbs
-from areal_mega.megatron.model import DTYPES, build_chunks, initialize_groups, named_tensors, transformer_config, wrap_for_training
+from areal_mega.megatron.model import (
+    DTYPES,
+    build_chunks,
+    check_fit,
+    initialize_groups,
+    named_tensors,
+    transformer_config,
+    wrap_for_training,
+)
 from areal_mega.megatron.optimizer import Optimizer, learning_rate
 from areal_mega.megatron.packing import PackedBatch, pack
 from areal_mega.megatron.platform import Platform
@@ -88,13 +97,15 @@ class MegatronEngine:
         self.coords = self.layout.coords(rank)
         self.hf_config = load_hf_config(model_path)
         self.family = family_for(self.hf_config)
+        check_fit(self.family, self.hf_config, self.strategy)
         self.naming = TRANSFORMER_ENGINE if platform.transformer_engine else LOCAL
         with ExitStack() as undo:
             undo.enter_context(platform.activate())
             initialize_groups(self.strategy)
             undo.callback(parallel_state.destroy_model_parallel)
             model_parallel_cuda_manual_seed(seed)
-            chunks = self._build(self.hf_config)
+            self._config, chunks = self._build()
+            # Set when the modules have their own copies of the config: a copy would copy this engine.
             self._config.moe_grad_scale_func = self._router_loss_scale
             self._router_scale = 1.0
             self._chunks = wrap_for_training(self._config, chunks, train.optimizer.distributed)
@@ -142,10 +153,10 @@ class MegatronEngine:
             UserError: its architecture is not the policy's.
         """
         hf_config = load_hf_config(path)
-        if self.family.transformer_config(hf_config) != self.family.transformer_config(self.hf_config):
+        if family_for(hf_config) is not self.family or self._architecture(hf_config) != self._architecture(self.hf_config):
             raise UserError(f"model.reference_path {path} has another architecture than model.path {self.model_path}; give one of the same")
         if self._reference is None:
-            self._reference = self._build(hf_config)
+            _, self._reference = self._build()
             for chunk in self._reference:
                 chunk.requires_grad_(False).eval()
         self._load("reference", path)
@@ -167,14 +178,14 @@ class MegatronEngine:
                 pass
         dist.barrier()
 
-    def _build(self, hf_config: dict[str, Any]) -> list[nn.Module]:
-        config = transformer_config(
-            self.family, hf_config, self.strategy, self.train_section, self._router_section, self._dtype, self.platform
-        )
-        chunks = build_chunks(config, self.family.gpt_kwargs(hf_config), self.strategy, self.platform)
-        if not hasattr(self, "_config"):
-            self._config = config
-        return chunks
+    def _architecture(self, hf_config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        family = self.family
+        return family.transformer_config(hf_config), family.config_attributes(hf_config), family.gpt_kwargs(hf_config)
+
+    def _build(self) -> tuple[TransformerConfig, list[nn.Module]]:
+        section = self.train_section
+        config = transformer_config(self.family, self.hf_config, self.strategy, section, self._router_section, self._dtype, self.platform)
+        return config, build_chunks(config, self.family.gpt_kwargs(self.hf_config), self.strategy, self.platform)
 
     def _load(self, model: ModelName, path: str) -> None:
         with HFSource(path) as source:
@@ -274,7 +285,8 @@ class MegatronEngine:
         count = self._common_count(len(batches))
         filler = self.pack([], [])
         padded = [*batches, *([filler] * (count - len(batches)))]
-        work = [MicroBatch(batch.to(self.platform.device), self.strategy.cp, self.coords.cp) for batch in padded]
+        plan = not self.platform.transformer_engine
+        work = [MicroBatch(batch.to(self.platform.device), self.strategy.cp, self.coords.cp, plan) for batch in padded]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, project=project, consume=consume),
             data_iterator=[iter(work) for _ in chunks] if len(chunks) > 1 else iter(work),

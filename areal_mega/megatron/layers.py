@@ -76,8 +76,8 @@ class PackedLayout(PackedSeqParams):
     """[T]: from context-parallel ranks' tokens, concatenated, to the packed order."""
 
 
-def packed_layout(cu_seqlens: Tensor, max_seqlen: int, cp_size: int = 1) -> PackedLayout:
-    """Plan attention for one packed micro-batch.
+def packed_layout(cu_seqlens: Tensor, max_seqlen: int, cp_size: int = 1, *, plan: bool = True) -> PackedLayout:
+    """Describe one packed micro-batch to Megatron-Core and, with ``plan``, plan its attention.
 
     Args:
         cu_seqlens: [n + 1] int32, of whole sequences also under context parallelism.
@@ -89,6 +89,8 @@ def packed_layout(cu_seqlens: Tensor, max_seqlen: int, cp_size: int = 1) -> Pack
         "max_seqlen_q": max_seqlen,
         "max_seqlen_kv": max_seqlen,
     }
+    if not plan:
+        return PackedLayout(**common)
     bounds = cu_seqlens.tolist()
     spans = list(pairwise(bounds))
     if cp_size > 1:

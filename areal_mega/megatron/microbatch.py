@@ -23,10 +23,12 @@ class MicroBatch:
     batch: PackedBatch
     cp_size: int
     cp_rank: int
+    plan_attention: bool = True
+    """False where the attention kernel takes ``cu_seqlens`` itself."""
 
     @cached_property
     def layout(self) -> PackedLayout:
-        return packed_layout(self.batch.cu_seqlens, self.batch.max_seqlen, self.cp_size)
+        return packed_layout(self.batch.cu_seqlens, self.batch.max_seqlen, self.cp_size, plan=self.plan_attention)
 
     @cached_property
     def input_ids(self) -> Tensor:

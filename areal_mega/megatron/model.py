@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,9 +30,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def initialize_groups(strategy: ParallelStrategy) -> None:
-    """Create Megatron-Core's process groups, unless this process has the same already."""
-    if parallel_state.is_initialized():
-        raise RuntimeError("this process has a Megatron engine already; close it before another is made")
+    """Create Megatron-Core's process groups, of which a process has one set at a time."""
+    assert not parallel_state.is_initialized(), "this process has a Megatron engine already; close it before another is made"
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=strategy.tp,
         pipeline_model_parallel_size=strategy.pp,
@@ -41,6 +41,17 @@ def initialize_groups(strategy: ParallelStrategy) -> None:
         expert_tensor_parallel_size=strategy.etp,
         create_gloo_process_groups=False,
     )
+
+
+def check_fit(family: Family, hf_config: dict[str, Any], strategy: ParallelStrategy) -> None:
+    """Refuse, before any weight exists, a strategy that the model's layers, experts, heads or rows do not divide by.
+
+    Raises:
+        UserError: naming the tensor and what would divide it.
+    """
+    ownership = Ownership(family.table(hf_config), RankLayout(strategy))
+    for param in ownership.params:
+        param.pieces(ownership.parts(param), 0)
 
 
 def transformer_config(
@@ -54,8 +65,6 @@ def transformer_config(
 ) -> TransformerConfig:
     """Architecture from the family, everything else from the recipe and the platform."""
     architecture = family.transformer_config(hf_config)
-    # Refuses layers or experts that do not divide, before any weight exists.
-    Ownership(family.table(hf_config), RankLayout(strategy))
     fused = platform.transformer_engine
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": strategy.tp,
@@ -115,6 +124,8 @@ def build_chunks(config: TransformerConfig, gpt_kwargs: dict[str, Any], strategy
     """This rank's model: one chunk, or one per virtual stage. bf16 models are wrapped for Megatron-Core's casts."""
     kwargs = dict(gpt_kwargs)
     kwargs["vocab_size"] = padded_vocab_size(kwargs["vocab_size"], strategy.tp)
+    # It warns, on every rank, that GPTModel gets no new features; nothing here can be done about that.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     chunks: list[nn.Module] = []
     for vp_stage in range(strategy.vpp) if strategy.vpp > 1 else [None]:
         chunk: nn.Module = GPTModel(

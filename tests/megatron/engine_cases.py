@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areal_mega.config.schema import ModelSection, OptimizerSection, RouterSection, TrainSection
+from areal_mega.core.errors import UserError
 from areal_mega.megatron.engine import MegatronEngine
 from areal_mega.megatron.platform import detect
 from areal_mega.models.gather import HFGatherer
@@ -290,3 +291,20 @@ def temperatures(rank: int, world_size: int, *, folder: str) -> dict:
         expected = torch.cat([torch.zeros(1), expected]).masked_fill(first_t, 0.0)
         worst = max(worst, float((values[0] - expected).abs().max()))
     return {"worst": worst}
+
+
+def construction_error(rank: int, world_size: int, *, folder: str, strategy: str) -> str:
+    try:
+        make_engine(rank, folder, strategy)
+    except UserError as error:
+        return str(error)
+    raise AssertionError(f"{strategy} was accepted")
+
+
+def reference_error(rank: int, world_size: int, *, folder: str, other: str) -> str:
+    engine = make_engine(rank, folder, "megatron:d1")
+    try:
+        engine.set_reference(other)
+    except UserError as error:
+        return str(error)
+    raise AssertionError("another architecture was accepted")

@@ -147,3 +147,22 @@ def test_export_and_load_again(moe_folder: str, tmp_path: Path) -> None:
 def test_temperature(moe_folder: str) -> None:
     (result,) = run_ranks(1, cases.temperatures, folder=moe_folder)
     assert result["worst"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("megatron:d1p3", "2 layers, which do not divide by pipeline parallelism 3"),
+        ("megatron:d3e3", "8 experts, which do not divide by expert parallelism 3"),
+        ("megatron:d1t3", "do not split over 3 ranks"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_is_one_line(moe_folder: str, strategy: str, message: str) -> None:
+    for error in run_ranks(3, cases.construction_error, folder=moe_folder, strategy=strategy):
+        assert message in error
+        assert "\n" not in error
+
+
+def test_a_reference_of_another_architecture_is_refused(moe_folder: str, tied_folder: str) -> None:
+    (error,) = run_ranks(1, cases.reference_error, folder=moe_folder, other=tied_folder)
+    assert "has another architecture than model.path" in error
