@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from areal_mega.config.checks import SERVER_FLAGS
 from areal_mega.config.schema import Recipe
 from areal_mega.core.errors import UserError
 from areal_mega.launch.local import ProcessSpec
@@ -17,10 +18,6 @@ from areal_mega.parallel.strategy import ParallelStrategy
 Device = Literal["cpu", "cuda"]
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_OURS = frozenset({"--model-path", "--model", "--host", "--port", "--dtype", "--tp-size", "--tp", "--tensor-parallel-size"}) | frozenset(
-    {"--pp-size", "--pp", "--pipeline-parallel-size", "--ep-size", "--ep", "--expert-parallel-size", "--dp-size", "--dp"}
-)
-"""Server flags that the recipe sets elsewhere."""
 
 
 def worker_spec(
@@ -60,10 +57,8 @@ def server_spec(
         UserError: ``rollout.server_args`` sets what the recipe sets elsewhere.
     """
     for arg in recipe.rollout.server_args:
-        if (flag := arg.partition("=")[0]) in _OURS:
-            raise UserError(
-                f"rollout.server_args has {flag}, which rollout.strategy, rollout.dtype, model.path and launch.* decide; remove it"
-            )
+        if (flag := arg.partition("=")[0]) in SERVER_FLAGS:
+            raise UserError(f"rollout.server_args has {flag}, which {SERVER_FLAGS[flag]} decides; remove it")
     build = _SERVERS.get(strategy.engine)
     if build is None:
         raise UserError(f"rollout.strategy names the engine {strategy.engine}; inference servers are: {', '.join(sorted(_SERVERS))}")
