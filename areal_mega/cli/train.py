@@ -16,7 +16,8 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     with naming_lines(resolved), Trainer(resolved.recipe, provenance=provenance) as trainer:
         result = trainer.train()
     if result.last_eval is not None:
-        typer.echo(f"evaluation: {result.first_eval:.3f} before, {result.last_eval:.3f} after {result.steps} steps")
+        before = "" if result.first_eval is None else f"{result.first_eval:.3f} before, "
+        typer.echo(f"evaluation: {before}{result.last_eval:.3f} after {result.steps} steps")
     if result.export is not None:
         typer.echo(f"model: {result.export}")
     if result.report is not None:

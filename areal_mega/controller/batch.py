@@ -6,7 +6,7 @@ group ids, and one weight per sample that already contains the global denominato
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from areal_mega.algorithms.registry import Algorithm
 from areal_mega.core import metrics as m
 from areal_mega.core.metrics import Metrics
 from areal_mega.core.types import Group, Sample
-from areal_mega.parallel.balance import CostModel, Microbatches, plan_microbatches, split_balanced
+from areal_mega.parallel.balance import CostModel, Microbatches, plan_microbatches, split_even
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,17 @@ def plan_step(
     cost: CostModel | None = None,
     multiple_of: int = 1,
 ) -> StepBatch:
-    """Split a batch into minibatches (whole groups, balanced by cost) and each of those over data-parallel ranks."""
+    """Split a batch into minibatches (whole groups, equally many in each) and each of those over data-parallel ranks, by cost.
+
+    Minibatches run one after the other, so nothing is gained by balancing their costs against their numbers of groups.
+    """
+    assert len(groups) >= minibatches, f"{len(groups)} groups do not make {minibatches} minibatches"
     cost = cost or CostModel()
     samples = tuple(sample for group in groups for sample in group.samples)
     starts = np.cumsum([0] + [len(group.samples) for group in groups])
     group_costs = [sum(cost(s.length) for s in group.samples) for group in groups]
     plans = []
-    for part in split_balanced(group_costs, minibatches):
+    for part in split_even(group_costs, minibatches):
         covered = tuple(i for g in part for i in range(int(starts[g]), int(starts[g + 1])))
         local = plan_microbatches(
             [samples[i].length for i in covered], ranks=dp, max_tokens=microbatch_tokens, cost=cost, multiple_of=multiple_of
@@ -105,10 +109,11 @@ def loss_scalars(
     return {i: float(a) for i, a in enumerate(advantages_s)}, weights
 
 
-def batch_metrics(groups: Sequence[Group], batch: StepBatch, ages: Mapping[int, int], stale_tokens: int) -> Metrics:
+def batch_metrics(groups: Sequence[Group], batch: StepBatch, version: int, ages: Mapping[int, int], stale_tokens: int) -> Metrics:
     """Rewards, lengths and token ages of a batch.
 
     Args:
+        version: at which the batch is consumed.
         ages: histogram of all generated tokens by age in versions, those beyond the bound included.
         stale_tokens: tokens that the bound took out.
     """
@@ -129,10 +134,17 @@ def batch_metrics(groups: Sequence[Group], batch: StepBatch, ages: Mapping[int, 
         "batch/truncated": m.mean_of(s.finish_reason == "length" for s in samples),
         "staleness/mean": m.mean(sum(age * n for age, n in ages.items()), generated),
         "staleness/max": m.maximum(max(ages)),
+        "staleness/trained_max": m.maximum(max(version - s.oldest_version for s in samples)),
         "staleness/stale_tokens": m.total(stale_tokens),
     }
+    return out | score_metrics("reward", samples, out)
+
+
+def score_metrics(prefix: str, samples: Sequence[Sample], taken: Container[str]) -> Metrics:
+    """Mean of every named score over the samples that have it: ``prefix/name``, or ``prefix/score/name`` where the first is ``taken``."""
     names = sorted({name for s in samples for name in s.scores})
-    return out | {f"reward/{name}": m.mean_of(s.scores[name] for s in samples if name in s.scores) for name in names}
+    places = {name: f"{prefix}/score/{name}" if f"{prefix}/{name}" in taken else f"{prefix}/{name}" for name in names}
+    return {place: m.mean_of(s.scores[name] for s in samples if name in s.scores) for name, place in places.items()}
 
 
 def work_order(batch: StepBatch, dp_rank: int, version: int) -> dict[str, Any]:

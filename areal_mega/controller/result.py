@@ -8,7 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """``first_eval`` and ``last_eval`` are mean rewards on the evaluation data; None where there is none."""
+    """``first_eval`` and ``last_eval`` are mean rewards on the evaluation data before the first train step and after the last one; None
+    where there was no such evaluation."""
 
     run_dir: Path
     steps: int

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
-from areal_mega.controller.batch import StepBatch, batch_metrics, plan_step
+from areal_mega.controller.batch import StepBatch, batch_metrics, plan_step, score_metrics
 from areal_mega.controller.rollout import ReadyBatch, RolloutController, RolloutFailed
 from areal_mega.controller.sync import WeightSync
 from areal_mega.controller.train import TrainController
@@ -68,6 +68,7 @@ class Run:
         await self.rollout.set_version(self.version, step=0)
         if self.recipe.eval.at_start:
             await self._evaluate()
+            self.first_eval = self.last_eval
         self._log(0)
 
     async def rollout_batch(self, step: int) -> ReadyBatch:
@@ -81,7 +82,7 @@ class Run:
     async def train_step(self, step: int, ready: ReadyBatch) -> None:
         """Plan, train, and let the workers forget the batch. Steps count from 0 here and from 1 in what is logged."""
         batch = self._plan(ready)
-        self._metrics.append(batch_metrics(ready.groups, batch, ready.ages, ready.stale_tokens))
+        self._metrics.append(batch_metrics(ready.groups, batch, self.version, ready.ages, ready.stale_tokens))
         if not any(batch.trained_tokens):
             raise RolloutFailed(
                 f"step {step + 1}: none of the {len(batch.samples)} samples has a token to train on (stale or truncated); raise "
@@ -148,17 +149,13 @@ class Run:
             raise RolloutFailed(f"all {len(failed)} evaluation prompts failed; the last: {failed[-1].reason}")
         accuracy = m.mean_of(sample.reward for sample in samples)
         self.last_eval = accuracy.result
-        self.first_eval = self.last_eval if self.first_eval is None else self.first_eval
-        names = sorted({name for sample in samples for name in sample.scores})
-        self._metrics.append(
-            {
-                "eval/accuracy": accuracy,
-                "rollout/eval_prompts": m.total(len(results)),
-                "rollout/eval_failed_prompts": m.total(len(failed)),
-                "time/eval": m.total(time.perf_counter() - clock),
-                **{f"eval/{name}": m.mean_of(s.scores[name] for s in samples if name in s.scores) for name in names},
-            }
-        )
+        measured: Metrics = {
+            "eval/accuracy": accuracy,
+            "rollout/eval_prompts": m.total(len(results)),
+            "rollout/eval_failed_prompts": m.total(len(failed)),
+            "time/eval": m.total(time.perf_counter() - clock),
+        }
+        self._metrics.append(measured | score_metrics("eval", samples, measured))
 
     async def _export(self, name: str) -> None:
         clock = time.perf_counter()

@@ -46,6 +46,19 @@ def split_balanced(costs: Sequence[float], parts: int) -> list[list[int]]:
     return [sorted(items) for items in bins]
 
 
+def split_even(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Assign items to ``parts`` bins of equal size (one apart where they do not divide), as balanced in cost as that allows: items are
+    dealt in rounds from the most costly down, in each round the most costly one to the bin with the least."""
+    bins: list[list[int]] = [[] for _ in range(parts)]
+    loads = [0.0] * parts
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    for start in range(0, len(order), parts):
+        for item, part in zip(order[start : start + parts], sorted(range(parts), key=lambda p: (loads[p], p)), strict=False):
+            bins[part].append(item)
+            loads[part] += costs[item]
+    return [sorted(items) for items in bins]
+
+
 def _fill(indices: Sequence[int], lengths: Sequence[int], cost: CostModel, count: int, max_tokens: int) -> Microbatches | None:
     """Spread ``indices`` over ``count`` micro-batches, the least costly with room first; None if they do not fit."""
     loads, tokens = [0.0] * count, [0] * count
