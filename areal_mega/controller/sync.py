@@ -10,22 +10,30 @@ import asyncio
 import logging
 import secrets
 import shutil
-import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from areal_mega.config.schema import Recipe
-from areal_mega.controller.calls import gather_all
 from areal_mega.controller.train import TrainController
 from areal_mega.core import metrics as m
 from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.core.metrics import Metrics
 from areal_mega.rollout.client import Capabilities, InferenceClient
+from areal_mega.rollout.continuation import parse_version
+from areal_mega.rpc.wire import listen_socket
 
 log = logging.getLogger(__name__)
+
+_RELEASE_S = 30.0
+"""How long a failed sync waits for servers to let go. One that failed may never answer, and the failure itself is to be heard."""
+_HEALTH_S = 5.0
+"""Within this a healthy peer answers a health check, however busy it is."""
+
+Jobs = Mapping[str, Coroutine[Any, Any, Any]]
+"""Calls to make at once, by the name of who is called."""
 
 
 class SyncMismatch(RunFailed):
@@ -72,9 +80,7 @@ class WeightSync:
         self._group = f"weights-{secrets.token_hex(4)}"
         host, port = self._recipe.launch.host, _free_port(self._recipe.launch.host)
         world_size = 1 + len(self._servers) * self._replica_size
-        joins: dict[str, Any] = {
-            "train rank 0": self._train.call("sync_join", address=host, port=port, world_size=world_size, name=self._group)
-        }
+        joins = self._train.calls("sync_join", address=host, port=port, world_size=world_size, name=self._group)
         for rank, server in enumerate(self._servers):
             joins[f"server rank {rank}"] = server.init_group(
                 master_address=host,
@@ -114,23 +120,27 @@ class WeightSync:
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
+        done = False
         try:
             await self._each("pausing generation", "pause", self._section.pause)
             yield
+            done = True
         finally:
             # Shielded: a cancelled run must not leave the servers of others waiting either.
-            await asyncio.shield(self._each("resuming generation", "resume"))
+            await asyncio.shield(self._release("resuming generation", "resume", failed=not done))
 
     async def _over_group(self, version: int) -> dict[str, Any]:
-        await self._each("beginning the update", "begin_update")
+        done = False
         try:
-            jobs: dict[str, Any] = {"train ranks": self._train.call("sync_broadcast", version=version)}
+            await self._each("beginning the update", "begin_update")
+            jobs = self._train.calls("sync_broadcast", version=version)
             for rank, server in enumerate(self._servers):
                 jobs[f"server rank {rank}"] = self._receive(server, version)
             answers = await self._all(jobs, "sending weights")
+            done = True
         finally:
-            await self._each("ending the update", "end_update")
-        return next(report for report in answers[0] if report is not None)
+            await self._release("ending the update", "end_update", failed=not done)
+        return _sent(answers)
 
     async def _receive(self, server: InferenceClient, version: int) -> None:
         for number, bucket in enumerate(self._buckets, 1):
@@ -147,44 +157,87 @@ class WeightSync:
 
     async def _over_disk(self, version: int) -> dict[str, Any]:
         folder = self._folder / f"v{version}"
-        answers = await self._all({"train ranks": self._train.call("sync_write", version=version, folder=str(folder))}, "writing weights")
-        await self._each("reading weights", "update_from_disk", str(folder), version)
-        await asyncio.to_thread(shutil.rmtree, folder)
-        return next(report for report in answers[0] if report is not None)
+        answers = await self._all(self._train.calls("sync_write", version=version, folder=str(folder)), "writing weights")
+        try:
+            await self._each("reading weights", "update_from_disk", str(folder), version)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder)
+        return _sent(answers)
 
     async def _verify(self, version: int, digest: str) -> None:
-        for rank, (server, able) in enumerate(zip(self._servers, self._capabilities, strict=True)):
-            if able.hf_digests:
-                held = await self._within(server.digests(), f"server rank {rank}", "verifying weights")
-                if held.combined != digest:
-                    raise SyncMismatch(f"server rank {rank} holds weights of digest {held.combined}, the trainer sent {digest}")
-                reported = held.weight_version
-            else:
-                reported = int((await self._within(server.model_info(), f"server rank {rank}", "verifying weights"))["weight_version"])
+        able = self._capabilities
+        jobs = {f"server rank {rank}": self._held(server, able[rank]) for rank, server in enumerate(self._servers)}
+        for who, (held, reported) in (await self._all(jobs, "verifying weights")).items():
+            if held is not None and held != digest:
+                raise SyncMismatch(f"{who} holds weights of digest {held}, the trainer sent {digest}")
             if reported != version:
-                raise SyncMismatch(f"server rank {rank} reports weight version {reported} after a sync of version {version}")
+                raise SyncMismatch(f"{who} reports weight version {reported} after a sync of version {version}")
 
-    async def _each(self, doing: str, method: str, *args: Any) -> list[Any]:
-        jobs = {f"server rank {rank}": getattr(server, method)(*args) for rank, server in enumerate(self._servers)}
-        return await self._all(jobs, doing)
+    async def _held(self, server: InferenceClient, able: Capabilities) -> tuple[str | None, int]:
+        """Digest (None where the server reports none) and version of the weights that a server holds."""
+        if able.hf_digests:
+            held = await server.digests()
+            return held.combined, held.weight_version
+        return None, parse_version(server.base_url, str((await server.model_info())["weight_version"]))
 
-    async def _all(self, jobs: dict[str, Any], doing: str) -> list[Any]:
-        return await gather_all(self._within(job, who, doing) for who, job in jobs.items())
+    async def _each(self, doing: str, method: str, *args: Any) -> None:
+        """The same call to every server."""
+        await self._all({f"server rank {rank}": getattr(server, method)(*args) for rank, server in enumerate(self._servers)}, doing)
 
-    async def _within(self, job: Any, who: str, doing: str) -> Any:
+    async def _release(self, doing: str, method: str, *, failed: bool) -> None:
+        """The same call to every server, whatever becomes of the others.
+
+        Args:
+            failed: the sync has failed already: its own error is the one to raise, and what goes wrong here is only logged.
+        """
+        limit = min(self._section.timeout_s, _RELEASE_S) if failed else self._section.timeout_s
+        jobs = [asyncio.wait_for(getattr(server, method)(), limit) for server in self._servers]
+        for rank, error in enumerate(await asyncio.gather(*jobs, return_exceptions=True)):
+            if not isinstance(error, BaseException):
+                continue
+            if not failed:
+                expired = isinstance(error, TimeoutError) and not isinstance(error, DeadlineExceeded)
+                raise self._overdue([f"server rank {rank}"], doing) if expired else error
+            log.warning("server rank %d, %s after a failed sync: %s: %s", rank, doing, type(error).__name__, error)
+
+    async def _all(self, jobs: Jobs, doing: str) -> dict[str, Any]:
+        """Answers by who gave them. The first failure ends the wait, and so does the deadline, which names who is missing."""
+        tasks = {who: asyncio.ensure_future(job) for who, job in jobs.items()}
         try:
-            async with asyncio.timeout(self._section.timeout_s):
-                return await job
-        except TimeoutError as error:
-            if isinstance(error, DeadlineExceeded):
-                raise
-            raise DeadlineExceeded(
-                f"weight sync: {who} did not finish {doing} within sync.timeout_s={self._section.timeout_s:g} s"
-            ) from error
+            _, pending = await asyncio.wait(tasks.values(), timeout=self._section.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks.values():
+                if task.done() and (error := task.exception()) is not None:
+                    raise error
+            if pending:
+                missing = [who for who, task in tasks.items() if task in pending]
+                raise self._overdue(missing, doing, silent=await self._silent(missing))
+            return {who: task.result() for who, task in tasks.items()}
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    def _overdue(self, missing: Sequence[str], doing: str, silent: Sequence[str] = ()) -> DeadlineExceeded:
+        # All members of a collective wait for one: whoever does not even answer a health check is that one.
+        hint = f"; {', '.join(silent)} did not answer a health check either" if silent else ""
+        return DeadlineExceeded(
+            f"weight sync: {', '.join(missing)} did not finish {doing} within sync.timeout_s={self._section.timeout_s:g} s{hint}"
+        )
+
+    async def _silent(self, names: Sequence[str]) -> list[str]:
+        """Those of ``names`` that do not answer a health check."""
+        checks = self._train.calls("health", timeout_s=_HEALTH_S)
+        checks |= {f"server rank {rank}": server.model_info() for rank, server in enumerate(self._servers)}
+        answers = await asyncio.gather(*(asyncio.wait_for(check, _HEALTH_S) for check in checks.values()), return_exceptions=True)
+        return [who for who, answer in zip(checks, answers, strict=True) if who in names and isinstance(answer, BaseException)]
+
+
+def _sent(answers: Mapping[str, Any]) -> dict[str, Any]:
+    """The report of the train rank that sent; the others have none."""
+    return next(report for report in answers.values() if report is not None)
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    with listen_socket(host, 0) as probe:
         port: int = probe.getsockname()[1]
     return port

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from areal_mega.algorithms.registry import Algorithm
@@ -27,6 +27,11 @@ class TrainController:
     def __init__(self, clients: Sequence[RpcClient], layout: RankLayout, recipe: Recipe, algorithm: Algorithm) -> None:
         assert len(clients) == layout.world_size
         self._clients, self.layout, self._recipe, self._algorithm = clients, layout, recipe, algorithm
+
+    def calls(self, method: str, *, timeout_s: float | None = None, **kwargs: Any) -> dict[str, Coroutine[Any, Any, Any]]:
+        """The same call to every rank, not yet made, by who is called."""
+        limit = self._recipe.launch.rpc_timeout_s if timeout_s is None else timeout_s
+        return {client.peer: client.call(method, timeout_s=limit, **kwargs) for client in self._clients}
 
     async def call(self, method: str, **kwargs: Any) -> list[Any]:
         """The same call to every rank; answers by rank."""

@@ -46,6 +46,9 @@ METHODS = (
     "export",
 )
 
+_GRACE_S = 15.0
+"""A sending rank waits so much longer than the controller, which sees all members and can say which of them is silent."""
+
 
 class AsyncRunner(Protocol):
     """Runs a coroutine on another thread's loop and waits for it."""
@@ -191,12 +194,12 @@ class TrainWorker:
             world_size=world_size,
             name=name,
             backend=self._engine.platform.backend,
-            timeout_s=self._recipe.sync.timeout_s,
+            timeout_s=self._recipe.sync.timeout_s + _GRACE_S,
         )
 
     def sync_broadcast(self, version: int) -> dict[str, Any] | None:
         """Send all buckets over the group."""
-        return _report(self._sending.broadcast(version, self._recipe.sync.timeout_s))
+        return _report(self._sending.broadcast(version, self._recipe.sync.timeout_s + _GRACE_S))
 
     def sync_write(self, version: int, folder: str) -> dict[str, Any] | None:
         """Write all weights as a HuggingFace folder."""
