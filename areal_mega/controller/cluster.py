@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,21 +17,24 @@ from areal_mega.controller.rollout import RolloutController
 from areal_mega.controller.run import Run
 from areal_mega.controller.sync import WeightSync
 from areal_mega.controller.train import TrainController
+from areal_mega.core.errors import UserError
 from areal_mega.core.types import Prompt
 from areal_mega.data.stream import PromptStream
 from areal_mega.launch.commands import server_spec, worker_spec
 from areal_mega.launch.local import LocalLauncher, ProcessSpec
 from areal_mega.launch.rundir import RunDir
 from areal_mega.models.hf_config import load_hf_config
+from areal_mega.models.ownership import Ownership
 from areal_mega.models.registry import family_for
 from areal_mega.observe.observer import Observer
 from areal_mega.parallel.balance import CostModel
 from areal_mega.parallel.layout import RankLayout
 from areal_mega.parallel.placement import place
-from areal_mega.parallel.strategy import parse
+from areal_mega.parallel.strategy import ParallelStrategy, parse
 from areal_mega.rollout.client import InferenceClient
 from areal_mega.rollout.staleness import StalenessControl
 from areal_mega.rpc.client import RpcClient
+from areal_mega.rpc.wire import format_address, listen_socket
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +52,12 @@ class Cluster:
         self._recipe = recipe
         self._algorithm = algorithm_of(recipe)
         self._hf_config = load_hf_config(recipe.model.path)
-        family_for(self._hf_config)
         if recipe.model.reference_path is not None:
             load_hf_config(recipe.model.reference_path)
         self._device = find_device(recipe.launch.device)
         self._train, self._rollout = parse(recipe.train.strategy), parse(recipe.rollout.strategy)
+        check_layout(self._hf_config, self._train)
+        listen_socket(recipe.launch.host, 0).close()
         self._placement = place(self._train, self._rollout, recipe.launch.slots, self._device)
         self._launcher: LocalLauncher | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -119,7 +122,7 @@ class Cluster:
                 )
             )
             specs.append(worker_spec("rollout", replica, run_dir=run_dir, recipe=recipe, device=device))
-            urls.append(f"http://{host}:{port}")
+            urls.append(f"http://{format_address(host, port)}")
         return urls, specs
 
     async def _connect(
@@ -185,6 +188,21 @@ def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
     return "cuda" if gpus.is_dir() and any(gpus.iterdir()) else "cpu"
 
 
+def check_layout(hf_config: dict[str, Any], strategy: ParallelStrategy) -> None:
+    """Refuse a strategy that does not divide the model, before any process starts.
+
+    Raises:
+        UserError: an unknown model type, or layers, experts, heads or rows that do not divide.
+    """
+    family = family_for(hf_config)
+    try:
+        ownership = Ownership(family.table(hf_config), RankLayout(strategy))
+        for param in ownership.params:
+            param.pieces(ownership.parts(param), 0)
+    except UserError as error:
+        raise UserError(f"train.strategy {strategy}: {error}") from None
+
+
 def cost_model(hf_config: dict[str, Any]) -> CostModel:
     """Relative cost of attention from the architecture: see ``CostModel``; per layer, embeddings left out."""
     hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
@@ -203,15 +221,14 @@ def _make_model(recipe: Recipe, run_dir: RunDir) -> None:
 
 
 def _free_ports(host: str, count: int) -> list[int]:
-    """Distinct free ports: all are held until all are known."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind((host, 0))
+    """Distinct free ports: all are held until all are known.
+
+    Raises:
+        UserError: ``launch.host`` is no address of this machine.
+    """
+    with ExitStack() as stack:
+        probes = [stack.enter_context(listen_socket(host, 0)) for _ in range(count)]
         return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

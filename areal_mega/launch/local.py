@@ -228,7 +228,11 @@ class LocalLauncher:
         if (message := self._run_dir.user_error(role, rank)) is not None:
             return UserError(f"{role} rank {rank}: {message}")
         path = self._run_dir.log_path(role, rank)
-        return WorkerDied(role=role, rank=rank, cause=_cause(code), log=str(path), last_lines=tail(path))
+        lines = tail(path)
+        if role == "server" and code == 2 and lines:
+            # A server is a program of its own: refusing its command line or its model, it exits with 2 and says why in its last line.
+            return UserError(f"{role} rank {rank}: {lines.splitlines()[-1].removeprefix('error: ')} (log: {path})")
+        return WorkerDied(role=role, rank=rank, cause=_cause(code), log=str(path), last_lines=lines)
 
     def _describe_missing(self, missing: Sequence[Key]) -> str:
         names = ", ".join(f"{role} rank {rank}" for role, rank in missing)

@@ -22,7 +22,9 @@ def make_random_model(source_folder: str | Path, out_folder: str | Path, seed: i
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     folder = resolve_folder(str(source_folder))
     hf_config = load_hf_config(str(folder))
     table = family_for(hf_config).table(hf_config)
