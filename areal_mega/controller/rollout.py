@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from areal_mega.algorithms.advantages import is_uniform
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
 from areal_mega.controller.calls import gather_all
-from areal_mega.core.errors import RunFailed
+from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.core.types import Group, Prompt
 from areal_mega.data.stream import PromptStream
 from areal_mega.rollout.results import EpisodeResult, Purpose
@@ -23,8 +24,10 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 20.0
 _COLLECT = 256
-_HOPELESS = 16
-"""Give up when so many times a batch's prompts ended without a group and none was accepted in between."""
+_HOPELESS, _BROKEN = 16, 2
+"""Give up when so many times a batch's prompts in a row ended without a group to train on, or failed: rejecting and filtering are part
+of some methods and may hit many prompts, a failure of every prompt is a broken workflow or verifier."""
+_STATUS_S = 5.0
 
 
 class RolloutFailed(RunFailed):
@@ -69,7 +72,7 @@ class RolloutController:
         """Groups that the plain loop is waiting for; the overlapped loop asks staleness control instead."""
         self._overlapped = False
         self._version = self._step = 0
-        self._since_accepted = 0
+        self._since_accepted = self._failed_in_a_row = 0
         self._last_reason = ""
         self.counts: Counter[str] = Counter()
         """Since start: groups by outcome, dropped members, generated tokens (``tokens``), samples."""
@@ -93,6 +96,7 @@ class RolloutController:
 
         Raises:
             RolloutFailed: prompt after prompt ends without a usable group.
+            DeadlineExceeded: no episode finished within ``launch.rpc_timeout_s``; names the longest running.
         """
         kept: list[Group] = []
         originals: list[Group] = []
@@ -138,17 +142,26 @@ class RolloutController:
         client = self._clients[rank]
         await client.call("submit", prompts=prompts, step=self._step, purpose=purpose, timeout_s=self._timeout_s)
         results: list[EpisodeResult] = []
+        last = time.monotonic()
         while len(results) < len(prompts):
-            results += await client.call("collect", max_groups=_COLLECT, wait_s=_POLL_S, purpose=purpose, timeout_s=self._timeout_s)
+            arrived = await client.call("collect", max_groups=_COLLECT, wait_s=self._poll_s, purpose=purpose, timeout_s=self._timeout_s)
+            if not arrived and time.monotonic() - last > self._timeout_s:
+                raise await self._stalled()
+            last = time.monotonic() if arrived else last
+            results += arrived
         return results
 
     @property
     def _timeout_s(self) -> float:
         return self._recipe.launch.rpc_timeout_s
 
+    @property
+    def _poll_s(self) -> float:
+        return min(_POLL_S, self._timeout_s / 2)
+
     async def _listen(self, rank: int) -> None:
         while True:
-            results = await self._clients[rank].call("collect", max_groups=_COLLECT, wait_s=_POLL_S, timeout_s=self._timeout_s)
+            results = await self._clients[rank].call("collect", max_groups=_COLLECT, wait_s=self._poll_s, timeout_s=self._timeout_s)
             if results:
                 self._under_way[rank] -= len(results)
                 await self._accept(results)
@@ -165,6 +178,7 @@ class RolloutController:
                 self._staleness.on_rejected()
                 self._note_lost(result)
                 continue
+            self._failed_in_a_row = 0
             self._staleness.on_accepted()
             self.counts["samples"] += len(result.group.samples)
             self.counts["tokens"] += sum(s.loss_tokens for s in result.group.samples)
@@ -185,22 +199,47 @@ class RolloutController:
     def _note_lost(self, result: EpisodeResult) -> None:
         self._order.pop(_key(result.prompt), None)
         self._since_accepted += 1
-        self._last_reason = result.reason or "the workflow returned None"
+        self._last_reason = result.reason
+        self._failed_in_a_row = self._failed_in_a_row + 1 if result.outcome == "failed" else 0
         if result.outcome == "failed":
             log.warning("prompt %s (epoch %d) failed: %s", result.prompt.id, result.prompt.epoch, result.reason)
 
     async def _take(self, n: int) -> list[Group]:
         """The ``n`` oldest ready groups, when there are so many."""
-        hopeless = _HOPELESS * self._recipe.train.batch_size
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._ready) >= n or self._since_accepted >= hopeless)
-        if len(self._ready) < n:
-            raise RolloutFailed(
-                f"{self._since_accepted} prompts in a row gave no group to train on ({dict(self.counts)}); the last: {self._last_reason}"
-            )
+            while len(self._ready) < n:
+                self._check_progress()
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._changed.wait()
+                except TimeoutError:
+                    raise await self._stalled() from None
         self._ready.sort(key=lambda group: self._order[_key(group.prompt)])
         taken, self._ready = self._ready[:n], self._ready[n:]
         return taken
+
+    def _check_progress(self) -> None:
+        batch = self._recipe.train.batch_size
+        if self._failed_in_a_row >= _BROKEN * batch:
+            raise RolloutFailed(f"{self._failed_in_a_row} prompts in a row failed; the last: {self._last_reason}")
+        if self._since_accepted >= _HOPELESS * batch:
+            counts = ", ".join(f"{self.counts[name]} {name}" for name in ("rejected", "failed", "uniform") if self.counts[name])
+            raise RolloutFailed(
+                f"{self._since_accepted} prompts in a row gave no group to train on (since the start: {counts}); "
+                f"the last: {self._last_reason}"
+            )
+
+    async def _stalled(self) -> DeadlineExceeded:
+        """Nothing finishes any more. Which episodes have run longest, and where."""
+        calls = [asyncio.wait_for(client.call("status", timeout_s=_STATUS_S), _STATUS_S) for client in self._clients]
+        lines = []
+        for client, answer in zip(self._clients, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(answer, BaseException):
+                lines.append(f"{client.peer} does not answer")
+            else:
+                oldest = [f"prompt {prompt} for {seconds:.0f} s" for prompt, seconds in answer["oldest"]]
+                lines.append(f"{client.peer} runs {', '.join(oldest) or 'nothing'}")
+        return DeadlineExceeded(f"no episode finished within launch.rpc_timeout_s={self._timeout_s:g} s: {'; '.join(lines)}")
 
     async def _refill(self, groups: Sequence[Group]) -> None:
         """Prompts whose answers came too late are generated again: they are the long and hard ones."""
