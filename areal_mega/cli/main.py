@@ -49,6 +49,8 @@ def root(
 
 def main() -> None:
     """Run the program and exit with its code."""
+    # As `python -m` does: workflows, rewards and loaders of the folder that it is started from are importable, here and in workers.
+    sys.path.insert(0, "")
     try:
         app(prog_name="areal-mega")
     except UserError as error:

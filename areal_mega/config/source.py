@@ -182,7 +182,7 @@ def merge(base: Entry, over: Entry) -> Entry:
 
 
 def apply_overrides(tree: Entry, overrides: Sequence[str]) -> Entry:
-    """Lay ``section.key=value`` overrides on a tree; values are YAML.
+    """Assign ``section.key=value`` overrides in a tree; values are YAML, and a mapping replaces the whole mapping there.
 
     Raises:
         UserError: no ``=``, an empty key, a value that is not YAML, the same key twice.
@@ -202,7 +202,14 @@ def apply_overrides(tree: Entry, overrides: Sequence[str]) -> Entry:
         origin = Origin("override", text=text)
         node = _compose(value, f"override '{text}'")
         over = Entry(None, origin) if node is None else _entry(node, _Loader(""), lambda mark, origin=origin: origin)
-        for key in reversed(keys):
-            over = Entry({key: over}, origin)
-        tree = merge(tree, over)
+        tree = _assign(tree, keys, over)
     return tree
+
+
+def _assign(tree: Entry, keys: Sequence[str], value: Entry) -> Entry:
+    """``tree`` with ``value`` in the place that ``keys`` name. A mapping replaces what stood there: it is what the user wrote."""
+    if not keys:
+        return value
+    inner = tree.value if isinstance(tree.value, dict) else {}
+    below = inner.get(keys[0], Entry({}, value.origin))
+    return Entry({**inner, keys[0]: _assign(below, keys[1:], value)}, value.origin)

@@ -206,10 +206,10 @@ def sync(records: Records) -> str | None:
     return _lines(
         records,
         [
-            ("sync/total_s", "whole sync", PURPLE, "-"),
+            ("time/sync", "whole sync", PURPLE, "-"),
             ("sync/gather_s", "gather", BLUE, "-"),
             ("sync/transfer_s", "transfer", GREEN, "-"),
-            ("sync/pause_s", "generation paused", RED, "--"),
+            ("sync/verify_s", "verify", RED, "-"),
         ],
         "seconds",
         from_zero=True,

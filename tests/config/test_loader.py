@@ -63,6 +63,13 @@ def test_files_overrides_and_defaults_each_say_so(tmp_path: Path) -> None:
     assert set(origins) == {leaf.path for leaf in leaves(r)}
 
 
+def test_an_override_replaces_a_mapping_and_a_longer_one_sets_a_key_of_it(tmp_path: Path) -> None:
+    path = written(tmp_path / "recipe.yaml", MINIMAL + "reward:\n  kwargs: {tolerance: 1e-3, strict: false}\n")
+    assert load_with_provenance(path, ["reward.kwargs={}"]).recipe.reward.kwargs == {}
+    assert load_with_provenance(path, ["reward.kwargs={strict: true}"]).recipe.reward.kwargs == {"strict": True}
+    assert load_with_provenance(path, ["reward.kwargs.strict=true"]).recipe.reward.kwargs == {"tolerance": 1e-3, "strict": True}
+
+
 def test_later_bases_win_over_earlier_and_the_recipe_over_both(tmp_path: Path) -> None:
     written(tmp_path / "a.yaml", MINIMAL + "train: {batch_size: 2, minibatches: 2}\n")
     written(tmp_path / "b.yaml", "train: {batch_size: 4}\nrun: {seed: 7}\n")

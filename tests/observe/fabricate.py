@@ -55,10 +55,9 @@ def steps(count: int, seed: int = 0) -> Iterator[tuple[int, Metrics, dict[str, d
             "time/update": last(update),
             "time/sync": last(0.15),
             "time/total": last(wait + update + 0.45),
-            "sync/total_s": last(0.15),
             "sync/gather_s": last(0.05),
             "sync/transfer_s": last(0.07),
-            "sync/pause_s": last(0.08),
+            "sync/verify_s": last(0.08),
         }
         if step % 10 == 0:
             metrics["eval/accuracy"] = mean(round(64 * (0.33 + 0.6 * progress)), 64)
