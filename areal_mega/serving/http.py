@@ -215,7 +215,7 @@ class Frontend:
         prompt = (await read_json(request)).get("prompt")
         if not isinstance(prompt, str):
             raise malformed("prompt must be a string")
-        self._need_tokenizer()
+        self.need_tokenizer()
         tokens = self.text.encode(prompt)
         return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self.facts.context_length})
 
@@ -224,10 +224,10 @@ class Frontend:
         tokens = body.get("tokens")
         if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < self.facts.vocab for t in tokens):
             raise malformed("tokens must be a list of token ids of the vocabulary")
-        self._need_tokenizer()
+        self.need_tokenizer()
         return web.json_response({"text": self.text.decode(tokens, body.get("skip_special_tokens", True))})
 
-    def _need_tokenizer(self) -> None:
+    def need_tokenizer(self) -> None:
         if not self.text.known:
             raise refused("the server runs without a tokenizer")
 

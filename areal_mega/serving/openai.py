@@ -37,7 +37,7 @@ class OpenAI:
 
     async def chat(self, request: web.Request) -> web.Response:
         body = await read_json(request)
-        self._frontend._need_tokenizer()
+        self._frontend.need_tokenizer()
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise malformed("messages must be a non-empty list")
@@ -55,7 +55,7 @@ class OpenAI:
 
     async def completions(self, request: web.Request) -> web.Response:
         body = await read_json(request)
-        self._frontend._need_tokenizer()
+        self._frontend.need_tokenizer()
         prompt = body.get("prompt")
         ids = self._frontend.text.encode(prompt) if isinstance(prompt, str) else prompt
         logprobs = body.get("logprobs")
