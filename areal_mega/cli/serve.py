@@ -9,4 +9,4 @@ def serve(context: typer.Context) -> None:
     """Serve MODEL over SGLang's HTTP protocol."""
     from areal_mega.serving.app import serve as run_server
 
-    run_server(list(context.args))
+    raise typer.Exit(run_server(list(context.args)))

@@ -43,7 +43,7 @@ class Platform:
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=None if self.is_cpu else self.device,
+            # No device_id: torch would then try to split the weight-sync group, which has other members, off this one.
         )
 
     def activate(self) -> AbstractContextManager[None]:
