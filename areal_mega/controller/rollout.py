@@ -24,9 +24,11 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 20.0
 _COLLECT = 256
-_HOPELESS, _BROKEN = 16, 2
-"""Give up when so many times a batch's prompts in a row ended without a group to train on, or failed: rejecting and filtering are part
-of some methods and may hit many prompts, a failure of every prompt is a broken workflow or verifier."""
+_HOPELESS, _HOPELESS_LEAST = 16, 128
+"""Give up when so many times a batch's prompts (and at least so many) ended in a row without a group to train on: rejecting and
+filtering are part of some methods, and may hit many prompts."""
+_BROKEN, _BROKEN_LEAST = 2, 8
+"""The same for prompts that failed in a row: a workflow or verifier that fails every time is broken."""
 _STATUS_S = 5.0
 
 
@@ -220,9 +222,9 @@ class RolloutController:
 
     def _check_progress(self) -> None:
         batch = self._recipe.train.batch_size
-        if self._failed_in_a_row >= _BROKEN * batch:
+        if self._failed_in_a_row >= max(_BROKEN * batch, _BROKEN_LEAST):
             raise RolloutFailed(f"{self._failed_in_a_row} prompts in a row failed; the last: {self._last_reason}")
-        if self._since_accepted >= _HOPELESS * batch:
+        if self._since_accepted >= max(_HOPELESS * batch, _HOPELESS_LEAST):
             counts = ", ".join(f"{self.counts[name]} {name}" for name in ("rejected", "failed", "uniform") if self.counts[name])
             raise RolloutFailed(
                 f"{self._since_accepted} prompts in a row gave no group to train on (since the start: {counts}); "

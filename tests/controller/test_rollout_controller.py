@@ -1,0 +1,359 @@
+"""What the controller asks of rollout workers, and what it makes of their answers. No process, no network: see `fake_workers`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from fake_workers import World, result, settle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_samples import group, keys_of, prompt
+
+from areal_mega.controller.rollout import ReadyBatch, RolloutFailed
+from areal_mega.core.errors import DeadlineExceeded, UserError
+
+
+def prompt_ids(ready: ReadyBatch) -> list[str]:
+    return [g.prompt.id for g in ready.groups]
+
+
+async def batch_of(world: World, groups: int | None = None) -> ReadyBatch:
+    async with asyncio.timeout(20):
+        return await world.control.next_batch(groups or world.batch)
+
+
+# --- admission
+
+
+async def test_overlapped_as_much_is_under_way_as_the_bound_allows() -> None:
+    async with World(batch=3, eta=2) as world:
+        assert world.running == 9
+        for _ in range(3):
+            await world.workers[0].finish()
+        await settle()
+        assert world.running == 6  # finished groups still count until they are trained, and then a version comes
+        await batch_of(world)
+        await settle()
+        assert world.running == 6
+        await world.advance()
+        assert world.running == 9
+
+
+async def test_plain_nothing_is_under_way_but_the_batch_that_is_wanted() -> None:
+    async with World(batch=3, eta=2, overlapped=False) as world:
+        assert world.running == 0
+        wanted = asyncio.create_task(batch_of(world))
+        await settle()
+        assert world.running == 3
+        await world.workers[0].finish(outcome="rejected")
+        await settle()
+        assert world.running == 3  # another takes its place
+        for _ in range(3):
+            await world.workers[0].finish()
+        assert len((await wanted).groups) == 3
+        await world.advance()
+        assert world.running == 0
+
+
+async def test_prompts_carry_the_step_in_which_they_were_submitted() -> None:
+    async with World(batch=1, eta=0) as world:
+        await world.workers[0].finish()
+        await batch_of(world)
+        await world.advance()
+        assert [step for _, step, _ in world.workers[0].submitted] == [0, 1]
+
+
+async def test_prompts_go_where_the_least_is_under_way() -> None:
+    async with World(workers=3, batch=6, eta=0) as world:
+        assert [len(w.running) for w in world.workers] == [2, 2, 2]
+        for _ in range(2):  # the first is fast
+            await world.workers[0].finish(outcome="rejected")
+            await settle()
+        assert [len(w.running) for w in world.workers] == [2, 2, 2]
+        assert [len(w.submitted) for w in world.workers] == [4, 2, 2]
+
+
+# --- batches
+
+
+async def test_batches_are_made_in_the_order_of_submission() -> None:
+    async with World(batch=2, eta=1) as world:
+        for index in (3, 1, 0, 0):  # p3, p1, p0, p2
+            await world.workers[0].finish(index)
+        await settle()
+        assert prompt_ids(await batch_of(world)) == ["p0", "p1"]
+        assert prompt_ids(await batch_of(world)) == ["p2", "p3"]
+
+
+async def test_a_slow_prompt_does_not_hold_up_others_and_comes_first_when_it_is_there() -> None:
+    async with World(batch=2, eta=1) as world:
+        await world.workers[0].finish(1)
+        await world.workers[0].finish(1)
+        await settle()
+        assert prompt_ids(await batch_of(world)) == ["p1", "p2"]
+        await world.workers[0].finish(1)
+        await world.workers[0].finish(0)
+        await settle()
+        assert prompt_ids(await batch_of(world)) == ["p0", "p3"]
+
+
+async def test_ages_and_stale_tokens_cover_everything_that_came_in() -> None:
+    async with World(batch=1, eta=1) as world:
+        await world.advance()
+        await world.advance()
+        await world.workers[0].finish(members=[{"versions": {0: 3, 1: 2, 2: 1}}, {"versions": {2: 4}}])
+        ready = await batch_of(world)
+        assert ready.ages == {0: 5, 1: 2, 2: 3}
+        assert (ready.stale_tokens, ready.dropped_samples, ready.refilled) == (3, 0, 0)
+        assert [s.loss_tokens for s in ready.groups[0].samples] == [3, 4]
+
+
+async def test_dropped_samples_are_released_with_their_group() -> None:
+    async with World(batch=1, eta=0, action="drop_sample") as world:
+        await world.advance()
+        made = await world.workers[0].finish(members=[{"versions": {0: 1, 1: 5}}, {"versions": {1: 4}}])
+        ready = await batch_of(world)
+        assert [s.id.member for s in ready.groups[0].samples] == [1]
+        assert (ready.stale_tokens, ready.dropped_samples) == (1, 1)
+        assert made is not None
+        assert world.held == keys_of([made])
+        await world.control.release(ready.taken)
+        assert world.held == set()
+
+
+@pytest.mark.parametrize("action", ["refill_prompt", "drop_sample", "mask_token"])
+async def test_a_prompt_that_lost_everything_is_generated_again_first(action: str) -> None:
+    async with World(batch=1, eta=0, action=action) as world:
+        await world.advance()
+        assert world.submitted == ["p0", "p1"]
+        await world.workers[0].finish(members=[{"versions": {0: 1}}, {"versions": {0: 2}}])
+        wanted = asyncio.create_task(batch_of(world))
+        await settle()
+        assert world.submitted == ["p0", "p1", "p0"]
+        assert world.held == set()  # what it had made is forgotten
+        await world.workers[0].finish(1)
+        ready = await wanted
+        assert prompt_ids(ready) == ["p0"]
+        assert (ready.refilled, ready.stale_tokens, ready.dropped_samples) == (1, 3, 2)
+        assert world.control.counts["group"] == 2
+
+
+async def test_one_stale_sample_refills_the_whole_prompt_where_asked() -> None:
+    async with World(batch=1, eta=0, action="refill_prompt") as world:
+        await world.advance()
+        await world.workers[0].finish(members=[{"versions": {0: 1}}, {"versions": {1: 2}}])
+        wanted = asyncio.create_task(batch_of(world))
+        await settle()
+        assert world.submitted == ["p0", "p1", "p0"]
+        await world.workers[0].finish(1, members=[{"versions": {1: 1}}])
+        assert len((await wanted).groups[0].samples) == 1
+
+
+async def test_groups_without_a_signal_are_filtered_released_and_replaced() -> None:
+    async with World(batch=2, eta=0, filter_uniform_groups=True) as world:
+        wanted = asyncio.create_task(batch_of(world))
+        await world.workers[0].finish(members=[{"reward": 1.0}, {"reward": 1.0}])
+        await settle()
+        assert world.held == set()
+        assert world.submitted == ["p0", "p1", "p2"]
+        await world.workers[0].finish()
+        await world.workers[0].finish()
+        assert prompt_ids(await wanted) == ["p1", "p2"]
+        assert world.control.counts["uniform"] == 1
+
+
+# --- what goes wrong
+
+
+async def test_rejected_and_failed_prompts_are_counted_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    async with World(batch=2, eta=0) as world:
+        wanted = asyncio.create_task(batch_of(world))
+        await world.workers[0].finish(outcome="rejected", reason="rejected by the workflow")
+        await world.workers[0].finish(outcome="failed", reason="ValueError: no", dropped={"reward error: x": 2})
+        await settle()
+        assert world.submitted == ["p0", "p1", "p2", "p3"]
+        await world.workers[0].finish(dropped={"reward timeout: slow": 1})
+        await world.workers[0].finish()
+        await wanted
+        counts = world.control.counts
+        assert (counts["rejected"], counts["failed"], counts["group"], counts["dropped_samples"]) == (1, 1, 2, 3)
+        assert (counts["samples"], counts["tokens"]) == (4, 8)
+        assert "prompt p1 (epoch 0) failed: ValueError: no" in caplog.text
+
+
+async def drain(world: World, outcome: Any, **kwargs: Any) -> None:
+    """Workers that answer whatever is asked, at once, until the controller gives up."""
+    while True:
+        for worker in world.workers:
+            while worker.running:
+                await worker.finish(outcome=outcome, **kwargs)
+        await settle()
+
+
+async def fails_while_draining(world: World, outcome: Any, **kwargs: Any) -> RolloutFailed:
+    draining = asyncio.create_task(drain(world, outcome, **kwargs))
+    try:
+        with pytest.raises(RolloutFailed) as caught:
+            await batch_of(world)
+    finally:
+        draining.cancel()
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize("overlapped", [True, False])
+async def test_a_run_whose_prompts_all_fail_ends_soon(overlapped: bool) -> None:
+    async with World(batch=2, eta=1, overlapped=overlapped) as world:
+        error = await fails_while_draining(world, "failed", reason="no member is left: 2 x reward error: boom")
+        assert str(error).endswith("prompts in a row failed; the last: no member is left: 2 x reward error: boom")
+        assert len(world.submitted) <= 12
+
+
+@pytest.mark.parametrize("overlapped", [True, False])
+async def test_a_run_whose_prompts_are_all_rejected_ends(overlapped: bool) -> None:
+    async with World(batch=2, eta=1, overlapped=overlapped) as world:
+        error = await fails_while_draining(world, "rejected", reason="rejected by the workflow")
+        assert "prompts in a row gave no group to train on (since the start: " in str(error)
+        assert "rejected); the last: rejected by the workflow" in str(error)
+        assert len(world.submitted) <= 136
+
+
+async def test_a_run_whose_groups_are_all_filtered_ends() -> None:
+    async with World(batch=1, eta=0, filter_uniform_groups=True) as world:
+        error = await fails_while_draining(world, "group", members=[{"reward": 0.0}, {"reward": 0.0}])
+        assert "128 uniform" in str(error) and "algorithm.filter_uniform_groups" in str(error)
+        assert world.held == set()
+
+
+async def test_failures_between_good_groups_end_nothing() -> None:
+    async with World(batch=2, eta=0) as world:
+        for _ in range(5):
+            wanted = asyncio.create_task(batch_of(world))
+            for _ in range(3):
+                await settle()
+                await world.workers[0].finish(outcome="failed", reason="now and then")
+            for _ in range(2):
+                await settle()
+                await world.workers[0].finish()
+            await wanted
+            await world.advance()
+        assert world.control.counts["failed"] == 15
+
+
+async def test_where_nothing_finishes_the_deadline_names_the_episodes() -> None:
+    async with World(workers=2, batch=2, eta=0, timeout_s=0.2) as world:
+        with pytest.raises(DeadlineExceeded) as caught:
+            await batch_of(world)
+        assert str(caught.value) == (
+            "no episode finished within launch.rpc_timeout_s=0.2 s: "
+            "rollout rank 0 runs prompt p0 for 7 s; rollout rank 1 runs prompt p1 for 7 s"
+        )
+
+
+async def test_a_mistake_that_a_worker_finds_ends_the_listener() -> None:
+    async with World() as world:
+        world.workers[0].fault = UserError("the tokenizer has no chat template")
+        await world.workers[0].wake()
+        with pytest.raises(UserError, match="no chat template"):
+            await world.listener
+
+
+# --- evaluation
+
+
+async def test_evaluation_gives_one_result_per_prompt_and_touches_no_count() -> None:
+    async with World(workers=2, batch=1, eta=0) as world:
+        for worker in world.workers:
+            worker.automatic = lambda p, w=worker: w._finished["eval"].append(result(p, purpose="eval")) if p.id[1] == "e" else None
+        asked = [prompt(f"e{i}") for i in range(5)]
+        results = await world.control.evaluate(asked)
+        assert Counter(r.prompt.id for r in results) == Counter(p.id for p in asked)
+        assert [sum(purpose == "eval" for *_, purpose in w.submitted) for w in world.workers] == [3, 2]
+        assert not world.control.counts
+        assert world.running == 1
+
+
+async def test_evaluation_that_does_not_end_is_a_deadline() -> None:
+    async with World(batch=1, eta=0, timeout_s=0.2) as world:
+        with pytest.raises(DeadlineExceeded, match="no episode finished within"):
+            await world.control.evaluate([prompt("e")])
+
+
+async def test_groups_of_evaluation_have_nothing_to_release() -> None:
+    async with World() as world:
+        bare = group("g", [{}])
+        await world.control.release([type(bare)(id="g", prompt=bare.prompt, samples=(), worker="w:0", seconds=0.0)])
+
+
+# --- all of it at once
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3),
+    st.sampled_from(["mask_token", "drop_sample", "refill_prompt"]), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_any_run(seed: int, workers: int, batch: int, eta: int, action: str, overlapped: bool, filtered: bool) -> None:
+    """Episodes end in any order and any way; the bound, the books and the stores are in order at every step."""
+    asyncio.run(any_run(random.Random(seed), workers, batch, eta, action, overlapped, filtered))
+
+
+async def any_run(rng: random.Random, workers: int, batch: int, eta: int, action: str, overlapped: bool, filtered: bool) -> None:
+    trained: list[str] = []
+    refilled = 0
+    # Few rows: epochs turn over, and the same prompt comes again.
+    world = World(workers=workers, batch=batch, eta=eta, action=action, overlapped=overlapped, rows=5, filter_uniform_groups=filtered)
+    async with world:
+        for _ in range(5):
+            wanted = asyncio.create_task(batch_of(world))
+            await settle()
+            for _ in range(2000):
+                check_books(world, trained, refilled)
+                if wanted.done():
+                    break
+                await finish_one(world, rng)
+                await settle()
+            ready = await wanted
+            refilled += ready.refilled
+            assert len(ready.groups) == batch
+            for g in ready.groups:
+                assert all(v.version >= world.version - eta for s in g.samples for v in s.versions)
+            trained += [g.id for g in ready.groups]
+            assert len(set(trained)) == len(trained)
+            await world.control.release(ready.taken)
+            await world.advance()
+            ready_keys = keys_of(world.control._ready)
+            assert ready_keys == world.held
+
+
+async def finish_one(world: World, rng: random.Random) -> None:
+    busy = [w for w in world.workers if w.running]
+    assert busy, "nothing runs and a batch is wanted"
+    worker = rng.choice(busy)
+    index = rng.randrange(len(worker.running))
+    outcome: Any = rng.choices(["group", "rejected", "failed"], [8, 1, 1])[0]
+    began = worker.running[index][2]
+    members: list[dict[str, Any]] = []
+    for _ in range(rng.randint(1, 3)):
+        versions = {rng.randint(began, world.version): rng.randint(1, 4) for _ in range(2)}
+        members.append({"reward": rng.choice([0.0, 1.0]), "versions": versions})
+    await worker.finish(index, outcome, members, reason="as it happens")
+
+
+def check_books(world: World, trained: list[str], refilled: int) -> None:
+    """Every submission is in exactly one place, and no more are under way than the bound allows."""
+    control, staleness, counts = world.control, world.staleness, world.control.counts
+    assert staleness.running == world.running
+    assert control._under_way == [len(w.running) for w in world.workers]
+    assert len(world.submitted) == counts["group"] + counts["rejected"] + counts["failed"] + world.running
+    started = staleness.running + staleness.ready + staleness.consumed
+    assert started <= (world.eta + world.version + 1) * world.batch
+    if not world.overlapped:
+        assert staleness.running + staleness.ready <= world.batch
+    under_way = Counter((p.id, p.epoch) for w in world.workers for p, _, _ in w.running)
+    assert all(n == 1 for n in under_way.values())
+    assert under_way.keys() <= control._order.keys()
