@@ -55,7 +55,7 @@ def run_ranks(
     world_size: int,
     target: str | Callable[..., Any],
     *,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     distributed: bool = True,
     **kwargs: Any,
 ) -> list[Any]:

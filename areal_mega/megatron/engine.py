@@ -200,7 +200,9 @@ class MegatronEngine:
     # --- log-probabilities
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float, model: ModelName = "policy") -> list[Tensor] | None:
-        """Log-probability of every token given those before it, without gradient; 0 at each sequence's first token.
+        """Log-probability of tokens given those before them, without gradient.
+
+        Of the tokens under the field ``loss_mask`` where a batch has it, else of all; 0 elsewhere and at each sequence's first token.
 
         Returns:
             One [T] fp32 tensor per batch, on the host; None off the last pipeline stage.
@@ -231,7 +233,8 @@ class MegatronEngine:
 
         Args:
             loss_fn: called once per micro-batch on the last pipeline stage, with token-aligned tensors; ``fields`` are the batch's own
-                plus ``entropy``. Losses and gradients are summed over micro-batches and ranks: the denominator is in the loss already.
+                plus ``entropy``; log-probabilities and entropies are as in ``logprobs``. Losses and gradients are summed over
+                micro-batches and ranks: the denominator is in the loss already.
             temperature: of the policy that generated.
             lr_override: learning rate of this update alone; the schedule does not count it.
             step: train step that the schedule looks at; None: counted here, ``train.minibatches`` updates to a step.

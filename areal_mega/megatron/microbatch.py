@@ -50,6 +50,15 @@ class MicroBatch:
         """[T/cp]: the token after each (of no meaning at a sequence's last token)."""
         return self._mine(self.batch.input_ids_t.roll(-1))
 
+    @cached_property
+    def scored(self) -> Tensor | None:
+        """Predicting positions, of this rank's [T/cp], whose next token is trained; None where the batch has no ``loss_mask``.
+
+        The output layer is computed for these alone: prompts are often the larger part, and it is the largest matrix.
+        """
+        mask_t = self.batch.fields.get("loss_mask")
+        return None if mask_t is None else self._mine(mask_t.bool().roll(-1)).nonzero()[:, 0]
+
     def _mine(self, values_t: Tensor) -> Tensor:
         if self.cp_size == 1:
             return values_t
@@ -90,14 +99,20 @@ class TokenLogProbs:
             weight = output_layer.get_parameter("weight")
         if self.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=self.tp_group)
-        return torch.stack(
+        hidden_th, targets_t, scored = hidden_states[:, 0], context.targets_t, context.scored
+        if scored is not None:
+            hidden_th, targets_t = hidden_th.index_select(0, scored), targets_t[scored]
+        values_2t = torch.stack(
             vocab_parallel_logprobs(
-                hidden_states[:, 0],
+                hidden_th,
                 weight,
-                context.targets_t,
+                targets_t,
                 temperature=self.temperature,
                 vocab_start=self.tp_group.rank() * weight.shape[0],
                 vocab_size=self.vocab_size,
                 group=self.tp_group,
             )
         )
+        if scored is None:
+            return values_2t
+        return values_2t.new_zeros(2, hidden_states.shape[0]).index_copy(1, scored, values_2t)

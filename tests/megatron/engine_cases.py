@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -160,7 +161,11 @@ def parity(
     """Logits and log-probabilities of my samples (on reporters) and the whole model's gradients (on rank 0)."""
     engine = make_engine(rank, folder, strategy, optimizer={"distributed": False}, train=train)
     batches = my_batches(engine, split)
-    logprobs = engine.logprobs(batches, 1.0)
+    everywhere = [replace(batch, fields={}) for batch in batches]
+    logprobs = engine.logprobs(everywhere, 1.0)
+    where_trained = engine.logprobs(batches, 1.0)
+    for all_t, trained_t, batch in zip(logprobs or [], where_trained or [], batches, strict=False):
+        torch.testing.assert_close(trained_t, all_t.masked_fill(~batch.fields["loss_mask"], 0.0), atol=1e-5, rtol=1e-5)
     logits = whole_logits(engine, batches) if with_logits else None
     engine.compute_gradients(batches, LOSSES[loss], 1.0)
     gradients = gathered_gradients(engine)
@@ -270,7 +275,7 @@ def export_and_reload(rank: int, world_size: int, *, folder: str, strategy: str,
     engine.train_minibatch(batches, weighted_loss, 1.0)
     engine.export_hf(out)
     trained = {name: tensor.clone() for name, tensor in engine.named_shards().items()}
-    logprobs = engine.logprobs(batches, 1.0)
+    logprobs = engine.logprobs([replace(batch, fields={}) for batch in batches], 1.0)
     engine.load_hf(folder)
     engine.load_hf(out)
     equal = all(torch.equal(tensor, trained[name]) for name, tensor in engine.named_shards().items())
@@ -279,7 +284,7 @@ def export_and_reload(rank: int, world_size: int, *, folder: str, strategy: str,
 
 def temperatures(rank: int, world_size: int, *, folder: str) -> dict:
     engine = make_engine(rank, folder, "megatron:d1")
-    batches = my_batches(engine, 1)
+    batches = [replace(batch, fields={}) for batch in my_batches(engine, 1)]
     logits = whole_logits(engine, batches)
     assert logits is not None
     worst = 0.0
@@ -308,3 +313,18 @@ def reference_error(rank: int, world_size: int, *, folder: str, other: str) -> s
     except UserError as error:
         return str(error)
     raise AssertionError("another architecture was accepted")
+
+
+def nothing_trained(rank: int, world_size: int, *, folder: str, strategy: str) -> dict:
+    """A batch whose tokens were all masked (stale, or truncated) beside the others: it costs time and nothing else."""
+    engine = make_engine(rank, folder, strategy, optimizer={"distributed": False})
+    batches = my_batches(engine, 1)
+    masked = replace(batches[0], fields={n: torch.zeros_like(v) for n, v in batches[0].fields.items()})
+    engine.compute_gradients(batches, weighted_loss, 1.0)
+    alone = {name: tensor.clone() for name, tensor in engine.named_gradients().items()}
+    engine.compute_gradients([masked, *batches], weighted_loss, 1.0)
+    same = all(torch.equal(tensor, alone[name]) for name, tensor in engine.named_gradients().items())
+    engine.compute_gradients([masked], weighted_loss, 1.0)
+    zero = all(not tensor.any() for tensor in engine.named_gradients().values())
+    values = engine.logprobs([masked], 1.0)
+    return {"same": same, "zero": zero, "logprobs": None if values is None else bool(values[0].any())}

@@ -74,8 +74,11 @@ def check(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
             np.testing.assert_allclose(results[0]["weights"][name], expected, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("strategy", ["megatron:d1", "megatron:d2", "megatron:d2e2", "megatron:d2p2e2", "megatron:d1t2p2e2"])
+ALONE = [(s, False) for s in ("megatron:d2e2", "megatron:d1t2p2e2")]
+SHARDED = [(s, True) for s in ("megatron:d1", "megatron:d2", "megatron:d2e2", "megatron:d2p2e2", "megatron:d1t2p2e2")]
+
+
+@pytest.mark.parametrize(("strategy", "distributed"), ALONE + SHARDED)
 def test_updates_equal_adamw(moe_folder: str, moe_reference: dict[str, Any], strategy: str, distributed: bool) -> None:
     results = train(moe_folder, strategy, {"distributed": distributed})
     check(results, moe_reference)
@@ -93,8 +96,9 @@ def test_tied_embeddings_stay_tied(tied_folder: str, tied_reference: dict[str, A
     check(train(folder, strategy), reference)
 
 
-@pytest.mark.parametrize("strategy", ["megatron:d1", "megatron:d2e2", "megatron:d1t2p2e2"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("strategy", "recompute"), [("megatron:d1", "none"), ("megatron:d2e2", "full"), ("megatron:d1t2p2e2", "selective")]
+)
 def test_bf16_follows_fp32(moe_folder: str, moe_reference: dict[str, Any], strategy: str, recompute: str) -> None:
     results = train(moe_folder, strategy, dtype="bf16", train={"recompute": recompute})
     np.testing.assert_allclose(results[0]["grad_norm"], moe_reference["grad_norm"], rtol=0.03)
@@ -166,3 +170,11 @@ def test_a_strategy_that_does_not_fit_is_one_line(moe_folder: str, strategy: str
 def test_a_reference_of_another_architecture_is_refused(moe_folder: str, tied_folder: str) -> None:
     (error,) = run_ranks(1, cases.reference_error, folder=moe_folder, other=tied_folder)
     assert "has another architecture than model.path" in error
+
+
+@pytest.mark.parametrize("strategy", ["megatron:d1", "megatron:d1t2p2e2"])
+def test_a_batch_without_trained_tokens(moe_folder: str, strategy: str) -> None:
+    for result in run_ranks(parse(strategy).world_size, cases.nothing_trained, folder=moe_folder, strategy=strategy):
+        assert result["same"]
+        assert result["zero"]
+        assert not result["logprobs"]
