@@ -1,0 +1,321 @@
+"""Weight sync as the controller drives it: order of calls, acknowledgement, and that nothing stays paused whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_workers import recipe, settle
+
+from areal_mega.algorithms.registry import algorithm_of
+from areal_mega.config.schema import Recipe
+from areal_mega.controller.sync import SyncMismatch, WeightSync
+from areal_mega.controller.train import TrainController
+from areal_mega.core.errors import DeadlineExceeded
+from areal_mega.core.metrics import results
+from areal_mega.parallel.layout import RankLayout
+from areal_mega.parallel.strategy import parse
+from areal_mega.rollout.client import Capabilities, ServerDigest
+
+BUCKETS = [
+    {"names": ["a", "b"], "shapes": [[2], [3]], "dtype": "float32"},
+    {"names": ["c"], "shapes": [[4]], "dtype": "bfloat16"},
+]
+REPORT = {"version": 0, "digest": "d", "nbytes": 28, "gather_s": 0.1, "digest_s": 0.2, "transfer_s": 0.3}
+
+
+class Peer:
+    """Does what ``faults[method]`` says: raise an exception, or hang on ``"hang"``."""
+
+    def __init__(self, name: str, events: list[tuple[str, str]]) -> None:
+        self.name, self.events = name, events
+        self.faults: dict[str, Exception | str] = {}
+        self.arguments: dict[str, list[dict[str, Any]]] = {}
+
+    async def do(self, method: str, **kwargs: Any) -> None:
+        self.events.append((self.name, method))
+        self.arguments.setdefault(method, []).append(kwargs)
+        await asyncio.sleep(0)
+        fault = self.faults.get(method)
+        if isinstance(fault, Exception):
+            raise fault
+        if fault == "hang":
+            await asyncio.Event().wait()
+
+
+class FakeRank(Peer):
+    peer: str
+
+    async def call(self, method: str, *, timeout_s: float, **kwargs: Any) -> Any:
+        await self.do(method, **kwargs)
+        if method == "sync_plan":
+            return BUCKETS
+        if self.name != "train rank 0" or method not in ("sync_broadcast", "sync_write"):
+            return None
+        if method == "sync_write":
+            os.makedirs(kwargs["folder"])
+        return {**REPORT, "version": kwargs["version"]}
+
+    @property
+    def address(self) -> str:
+        return self.name
+
+
+class FakeServer(Peer):
+    base_url = "http://fake"
+
+    def __init__(self, name: str, events: list[tuple[str, str]]) -> None:
+        super().__init__(name, events)
+        self.paused = False
+        self.digest = "d"
+        self.version: int | None = None
+        self.reports: str | None = None
+
+    async def pause(self, mode: str) -> None:
+        self.paused = True  # even where the answer is a failure, it may have paused
+        await self.do("pause", mode=mode)
+
+    async def resume(self) -> None:
+        await self.do("resume")
+        self.paused = False
+
+    async def init_group(self, **kwargs: Any) -> None:
+        await self.do("init_group", **kwargs)
+
+    async def begin_update(self) -> None:
+        await self.do("begin_update")
+
+    async def update_bucket(self, **kwargs: Any) -> None:
+        await self.do("update_bucket", **kwargs)
+        self.version = kwargs["version"] if kwargs["version"] is not None else self.version
+
+    async def end_update(self) -> None:
+        await self.do("end_update")
+
+    async def update_from_disk(self, path: str, version: int) -> None:
+        assert os.listdir(path) == []
+        await self.do("update_from_disk", version=version)
+        self.version = version
+
+    async def digests(self) -> ServerDigest:
+        await self.do("digests")
+        assert self.version is not None
+        return ServerDigest(weight_version=self.version, combined=self.digest)
+
+    async def model_info(self) -> dict[str, Any]:
+        await self.do("model_info")
+        return {"weight_version": self.reports or str(self.version)}
+
+
+class Cast:
+    """Two train ranks, two servers, and the sync over them."""
+
+    def __init__(self, folder: Path, *, hf_digests: bool = True, replica_size: int = 1, timeout_s: float = 20.0, **sync: Any) -> None:
+        self.events: list[tuple[str, str]] = []
+        self.ranks = [FakeRank(f"train rank {rank}", self.events) for rank in range(2)]
+        for rank in self.ranks:
+            rank.peer = rank.name
+        self.servers = [FakeServer(f"server rank {rank}", self.events) for rank in range(2)]
+        base = recipe(2, 1).model_dump() | {"sync": {"timeout_s": timeout_s, **sync}}
+        whole = Recipe.model_validate(base)
+        train = TrainController(self.ranks, RankLayout(parse("megatron:d2")), whole, algorithm_of(whole))  # type: ignore[arg-type]
+        able = Capabilities(
+            engine="e", version="1", weight_version="0", max_context=None, update_sessions=True, version_spans=True,
+            hf_digests=hf_digests, routed_experts=False,
+        )  # fmt: skip
+        self.folder = folder / "weights"
+        self.sync = WeightSync(
+            train, self.servers, [able, able], whole, replica_size=replica_size, backend="gloo", folder=self.folder  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    async def push(self, version: int = 3) -> dict[str, float]:
+        async with asyncio.timeout(20):
+            await self.sync.connect()
+            self.events.clear()
+            return results(await self.sync.push(version))
+
+    def of(self, name: str) -> list[str]:
+        return [method for who, method in self.events if who == name]
+
+
+@pytest.fixture
+def cast(tmp_path: Path) -> Iterator[Cast]:
+    cast = Cast(tmp_path)
+    yield cast
+    assert not any(server.paused for server in cast.servers)
+    assert not cast.folder.exists() or not any(cast.folder.iterdir())
+
+
+async def test_the_group_is_one_train_rank_and_every_server_rank_in_order(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, replica_size=4)
+    await cast.sync.connect()
+    [join] = cast.ranks[0].arguments["sync_join"]
+    assert join["world_size"] == 9
+    joins = [server.arguments["init_group"][0] for server in cast.servers]
+    assert [j["rank_offset"] for j in joins] == [1, 5]
+    assert {(j["master_address"], j["master_port"], j["group_name"], j["world_size"]) for j in joins} == {
+        (join["address"], join["port"], join["name"], 9)
+    }
+    names = {join["name"]}
+    await cast.sync.connect()
+    names.add(cast.servers[0].arguments["init_group"][1]["group_name"])
+    assert len(names) == 2  # a group of another membership never has the name of an earlier one
+
+
+async def test_a_sync_in_order(cast: Cast) -> None:
+    measured = await cast.push()
+    for server in cast.servers:
+        assert cast.of(server.name) == ["pause", "begin_update", "update_bucket", "update_bucket", "end_update", "digests", "resume"]
+        first, last = server.arguments["update_bucket"]
+        assert (first["names"], first["dtypes"], first["shapes"]) == (["a", "b"], ["float32", "float32"], [[2], [3]])
+        assert (last["names"], last["dtypes"]) == (["c"], ["bfloat16"])
+        assert (first["version"], last["version"]) == (None, 3)  # stamped when the weights are whole
+        assert (first["flush_cache"], last["flush_cache"]) == (False, True)
+    assert [cast.of(rank.name) for rank in cast.ranks] == [["sync_broadcast"]] * 2
+    order = [method for _, method in cast.events]
+    assert order.index("begin_update") > max(i for i, method in enumerate(order) if method == "pause")
+    assert order.index("resume") > max(i for i, method in enumerate(order) if method == "digests")
+    assert (measured["sync/bytes"], measured["sync/gather_s"], measured["sync/version"]) == (28, 0.1, 3)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+async def test_pause_mode_and_cache(tmp_path: Path, mode: str) -> None:
+    cast = Cast(tmp_path, pause=mode)
+    await cast.push()
+    for server in cast.servers:
+        assert server.arguments["pause"] == [{"mode": mode}]
+        assert server.arguments["update_bucket"][-1]["flush_cache"] == (mode != "in_place")
+
+
+async def test_through_a_folder_that_is_gone_afterwards(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, transport="disk")
+    await cast.push()
+    for server in cast.servers:
+        assert cast.of(server.name) == ["pause", "update_from_disk", "digests", "resume"]
+        assert server.arguments["update_from_disk"] == [{"version": 3}]
+    assert "sync_join" not in cast.ranks[0].arguments
+    assert not any(cast.folder.iterdir())
+
+
+FAULTS = [
+    ("server rank 1", "pause"),
+    ("server rank 0", "begin_update"),
+    ("server rank 1", "update_bucket"),
+    ("train rank 0", "sync_broadcast"),
+    ("train rank 1", "sync_broadcast"),
+    ("server rank 0", "end_update"),
+    ("server rank 1", "digests"),
+]
+
+
+def peer(cast: Cast, name: str) -> Peer:
+    return next(each for each in [*cast.ranks, *cast.servers] if each.name == name)
+
+
+@pytest.mark.parametrize(("who", "method"), FAULTS)
+@pytest.mark.parametrize("besides", [False, True])
+async def test_a_failure_resumes_every_server_and_is_told_itself(cast: Cast, who: str, method: str, besides: bool) -> None:
+    peer(cast, who).faults[method] = RuntimeError("the cause")
+    if besides and method not in ("end_update", "digests"):  # another refuses to let go, too
+        cast.servers[0].faults["end_update"] = RuntimeError("a consequence")
+    with pytest.raises(RuntimeError, match=r"^the cause$"):
+        await cast.push()
+    assert all(cast.of(server.name).count("resume") == 1 for server in cast.servers)
+    began = [server.name for server in cast.servers if "begin_update" in cast.of(server.name)]
+    assert all("end_update" in cast.of(name) for name in began)
+
+
+async def test_one_server_that_cannot_resume_does_not_keep_the_others_paused(cast: Cast) -> None:
+    cast.servers[0].faults["resume"] = RuntimeError("stuck")
+    with pytest.raises(RuntimeError, match="stuck"):
+        await cast.push()
+    assert not cast.servers[1].paused
+    cast.servers[0].paused = False
+
+
+async def test_a_failure_is_not_hidden_by_a_server_that_cannot_resume(cast: Cast, caplog: pytest.LogCaptureFixture) -> None:
+    cast.servers[1].faults["update_bucket"] = RuntimeError("the cause")
+    cast.servers[0].faults["resume"] = RuntimeError("stuck")
+    with pytest.raises(RuntimeError, match="the cause"):
+        await cast.push()
+    assert "server rank 0, resuming generation after a failed sync: RuntimeError: stuck" in caplog.text
+    cast.servers[0].paused = False
+
+
+@pytest.mark.parametrize("where", ["pause", "begin_update", "update_bucket", "end_update", "digests"])
+async def test_a_cancelled_sync_resumes(cast: Cast, where: str) -> None:
+    cast.servers[1].faults[where] = "hang"
+    work = asyncio.create_task(cast.push())
+    await settle()
+    assert (cast.servers[1].name, where) in cast.events
+    if where == "end_update":
+        cast.servers[1].faults.clear()
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+
+
+async def test_another_digest_is_a_mismatch(cast: Cast) -> None:
+    cast.servers[1].digest = "x"
+    with pytest.raises(SyncMismatch, match="server rank 1 holds weights of digest x, the trainer sent d"):
+        await cast.push()
+
+
+async def test_another_version_is_a_mismatch(tmp_path: Path, cast: Cast) -> None:
+    async def keeps_its_version(**kwargs: Any) -> None:
+        cast.servers[0].version = 2
+
+    cast.servers[0].update_bucket = keeps_its_version  # type: ignore[method-assign]
+    with pytest.raises(SyncMismatch, match="server rank 0 reports weight version 2 after a sync of version 3"):
+        await cast.push()
+
+
+async def test_a_server_without_digests_is_asked_for_its_version(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, hf_digests=False)
+    await cast.push(0)
+    assert "digests" not in cast.of("server rank 0") and "model_info" in cast.of("server rank 0")
+    cast.servers[1].reports = "default"  # as a server says that was never given one
+    await cast.push(0)
+    with pytest.raises(SyncMismatch, match="server rank 1 reports weight version 0 after a sync of version 1"):
+        await cast.push(1)
+
+
+async def test_the_deadline_names_who_is_missing_and_who_is_silent(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, timeout_s=0.2)
+    # One frozen server: the train rank that broadcasts waits for it, the other server has its buckets.
+    cast.servers[1].faults |= {"update_bucket": "hang", "model_info": RuntimeError("no answer")}
+    cast.ranks[0].faults["sync_broadcast"] = "hang"
+    with pytest.raises(DeadlineExceeded) as caught:
+        await cast.push()
+    assert str(caught.value) == (
+        "weight sync: train rank 0, server rank 1 did not finish sending weights within sync.timeout_s=0.2 s; "
+        "server rank 1 did not answer a health check either"
+    )
+    assert not cast.servers[0].paused and not cast.servers[1].paused
+
+
+async def test_the_deadline_of_the_meeting(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, timeout_s=0.2)
+    cast.servers[0].faults["init_group"] = "hang"
+    with pytest.raises(DeadlineExceeded, match=r"server rank 0 did not finish forming the weight-sync group within sync.timeout_s=0.2 s$"):
+        await cast.sync.connect()
+
+
+async def test_a_server_that_hangs_while_resuming_is_named(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, timeout_s=0.2)
+    cast.servers[1].faults["resume"] = "hang"
+    with pytest.raises(DeadlineExceeded, match="server rank 1 did not finish resuming generation within"):
+        await cast.push()
+    assert not cast.servers[0].paused
+
+
+async def test_a_failed_read_leaves_no_folder(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, transport="disk")
+    cast.servers[0].faults["update_from_disk"] = RuntimeError("disk")
+    with pytest.raises(RuntimeError, match="disk"):
+        await cast.push()
+    assert not any(cast.folder.iterdir()) and not any(server.paused for server in cast.servers)
