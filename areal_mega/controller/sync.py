@@ -106,6 +106,7 @@ class WeightSync:
             await self._verify(version, report["digest"])
             verified = time.perf_counter()
         end = time.perf_counter()
+        log.info("version %d, digest %s: %d servers hold it after %.2f s", version, report["digest"], len(self._servers), end - clock)
         return {
             "sync/version": m.last(version),
             "sync/bytes": m.total(report["nbytes"]),

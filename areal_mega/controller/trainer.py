@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -98,7 +99,10 @@ class Trainer:
         prompts = [Prompt(id=row["id"], epoch=0, row=row) for row in valid]
         self._run_dir = RunDir.create(recipe)
         _keep_datasets(self._run_dir.path, datasets)
-        with Observer(recipe.observe, self._run_dir.path, resolved_dict(recipe), self._provenance) as observer:
+        with (
+            _logging_to(self._run_dir.log_path("controller", 0)),
+            Observer(recipe.observe, self._run_dir.path, resolved_dict(recipe), self._provenance) as observer,
+        ):
             observer.note(f"run directory: {self._run_dir.path}")
             if skipped or valid_skipped:
                 limit = recipe.data.max_prompt_tokens
@@ -120,6 +124,23 @@ class Trainer:
             "last_eval": run.last_eval,
             "export": run.export_path,
         }
+
+
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """Send what this process logs about the run to the run's own file, as every other process of it does."""
+    ours = logging.getLogger("areal_mega")
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    level = ours.level
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        ours.setLevel(level)
+        ours.removeHandler(handler)
+        handler.close()
 
 
 def _fitting(recipe: Recipe, tokenizer: Any, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:

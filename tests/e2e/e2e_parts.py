@@ -1,0 +1,31 @@
+"""Rewards and workflows of these runs, imported by their own processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from areal_mega.core.types import Prompt, Trajectory
+from areal_mega.rollout.workflow import GenerationEngine, Workflow
+
+
+def digits_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> dict[str, float]:
+    """Part of even digits: differs between random answers."""
+    return {"reward": sum(c in "02468" for c in completion) / max(1, len(completion)), "length": float(len(completion))}
+
+
+def failing_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    raise KeyError("no such column")
+
+
+def hanging_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    time.sleep(3600)
+    return 0.0
+
+
+class NothingWorkflow(Workflow):
+    """Rejects every prompt."""
+
+    async def arun_episode(self, engine: GenerationEngine, data: Prompt) -> list[Trajectory] | None:
+        return None
