@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 """For importing the reward function's module. It does not count against the time of any sample."""
 
+HANGS_AFTER = 4
+"""Prompts. Where a verification of so many timed out and none ever ended, the reward function is taken to hang on everything."""
+
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from areal_mega.rewards.child import main; main(int(sys.argv[2]))"
 
 
@@ -47,6 +50,8 @@ class RewardRunner:
         self._children: set[_Child] = set()
         self._replacements: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._slow_prompts: set[str] = set()
+        """Prompts whose verification timed out before any verification had ended."""
         self.counts: Counter[str] = Counter()
         """Verifications so far by status."""
 
@@ -67,7 +72,11 @@ class RewardRunner:
             raise
 
     async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> RewardResult:
-        """Verify one completion; waits for a free process first (that wait does not count against ``timeout_s``)."""
+        """Verify one completion; waits for a free process first (that wait does not count against ``timeout_s``).
+
+        Raises:
+            UserError: every verification so far, of several prompts, timed out.
+        """
         assert not self._closed, "the reward runner is closed"
         child = await self._idle.get()
         if isinstance(child, Exception):
@@ -91,7 +100,21 @@ class RewardRunner:
         else:
             self._idle.put_nowait(child)
         self.counts[result.status] += 1
+        if result.status == "timeout":
+            self._check_hanging(prompt)
         return result
+
+    def _check_hanging(self, prompt: str) -> None:
+        """One slow sample is dropped; a function that never ends would drop them all, one time-out after the other, for hours."""
+        timeouts = self.counts["timeout"]
+        if timeouts < self.counts.total():
+            return
+        self._slow_prompts.add(prompt)
+        if len(self._slow_prompts) >= HANGS_AFTER:
+            raise UserError(
+                f"reward '{self._path}': none of its first {timeouts} verifications ({len(self._slow_prompts)} prompts) ended within "
+                f"reward.timeout_s={self._timeout_s:g} s; raise it, or mend the function if it hangs"
+            )
 
     async def close(self) -> None:
         """End all processes. Returns when they are gone."""

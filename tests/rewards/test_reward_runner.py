@@ -194,3 +194,23 @@ async def test_gsm8k_reward_in_its_own_process() -> None:
         result = await verifier.score("", "#### 42", {"answer": "42"})
     assert (result.status, result.value) == ("ok", 1.5)
     assert result.scores == {"correct": 1.0, "parsed": 1.0, "format": 1.0}
+
+
+async def test_a_verifier_that_hangs_on_everything_is_told_to_the_user() -> None:
+    async with runner(timeout_s=0.2) as verifier:
+        for prompt in ("a", "a", "b", "c"):
+            assert (await verifier.score(prompt, "sleep", {})).status == "timeout"
+        with pytest.raises(UserError) as caught:
+            await verifier.score("d", "sleep", {})
+    assert str(caught.value) == (
+        "reward 'reward_samples:behave': none of its first 5 verifications (4 prompts) ended within reward.timeout_s=0.2 s; "
+        "raise it, or mend the function if it hangs"
+    )
+
+
+async def test_a_verifier_that_ever_ended_is_only_slow() -> None:
+    async with runner(timeout_s=0.3) as verifier:
+        while (await verifier.score("a", "1", {})).status != "ok":  # a busy machine may take that long for the first
+            pass
+        for prompt in "bcdef":
+            assert (await verifier.score(prompt, "sleep", {})).status == "timeout"
