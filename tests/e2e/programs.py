@@ -44,9 +44,11 @@ BASE: dict[str, Any] = {
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes`` laid on it; a dataset is replaced whole."""
     out = dict(base)
     for key, value in changes.items():
-        out[key] = merged(out[key], value) if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) else value
+        within = isinstance(value, Mapping) and isinstance(out.get(key), Mapping) and "loader" not in value
+        out[key] = merged(out[key], value) if within else value
     return out
 
 
