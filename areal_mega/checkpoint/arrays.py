@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd, prod
 from typing import Any
+from urllib.parse import quote
 
 import tensorstore as ts
 import torch
@@ -99,7 +100,7 @@ class ArrayStore:
     def _description(self, spec: ArraySpec) -> dict[str, Any]:
         return {
             "driver": "zarr3",
-            "kvstore": f"{self._place.url}{PREFIX}{spec.name}/",
+            "kvstore": f"{self._place.url}{PREFIX}{quote(spec.name)}/",
             "metadata": {
                 "shape": list(spec.shape),
                 "data_type": DTYPE_NAMES[spec.dtype],
@@ -126,7 +127,7 @@ class ArrayStore:
         return handle
 
     def write(self, spec: ArraySpec, start: Sequence[int], values: Tensor) -> None:
-        """Store ``values`` (a CPU tensor of the array's dtype and rank) from index ``start`` on; durable on return."""
+        """Store ``values`` (a CPU tensor of the array's dtype and rank) from index ``start`` on; durable after the place's ``sync``."""
         assert values.dtype == spec.dtype, f"{spec.name}: {values.dtype} into an array of {spec.dtype}"
         region = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
         with storage(f"cannot write {spec.name} in {self._place}"):

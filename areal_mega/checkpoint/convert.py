@@ -56,7 +56,8 @@ class Silent:
 
 def default_workers() -> int:
     """Threads that read at once."""
-    return min(8, len(os.sched_getaffinity(0)) + 2)
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, mine + 2)
 
 
 # --- from HuggingFace
@@ -191,7 +192,6 @@ def to_hf(
         stored = {spec.name for spec in plan} - left
         _check_space(target.aside, sum(spec.nbytes for spec in plan if spec.name in left))
         with HFWriter(target.path, plan, source=source.files, shard_bytes=shard_bytes, resume=stored) as writer:
-            journal.make_durable = writer.flush
 
             def work(param: Param) -> None:
                 write_hf(writer, param, read_checkpoint(source, param).to(wire[param]))

@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from areal_mega.checkpoint.location import Location
 from areal_mega.checkpoint.manifest import JOURNAL
 from areal_mega.core.errors import UserError
 
-FLUSH_BYTES = 256 * 1024**2
+FLUSH_BYTES = 1024**3
 """At most so much is done twice after an interruption."""
 
 
@@ -24,14 +24,13 @@ class Journal:
     Args:
         place: the unfinished output; it is cleared where no journal of a conversion is in it.
         plan: everything that determines the output's bytes. A journal of another plan is refused.
-        make_durable: called before units are recorded, for outputs that are not durable already.
 
     Raises:
         UserError: the output was begun by a conversion of another plan.
     """
 
-    def __init__(self, place: Location, plan: Mapping[str, Any], make_durable: Callable[[], None] = lambda: None) -> None:
-        self._place, self.make_durable = place, make_durable
+    def __init__(self, place: Location, plan: Mapping[str, Any]) -> None:
+        self._place = place
         self._plan = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
         self._unsaved = 0
         self.done: list[str] = []
@@ -40,7 +39,10 @@ class Journal:
             place.clear()
             self._save()
             return
-        saved = json.loads(content)
+        try:
+            saved = json.loads(content)
+        except json.JSONDecodeError:
+            raise UserError(f"{place}: {JOURNAL} is damaged; remove the folder to begin anew") from None
         if saved["plan"] != self._plan:
             raise UserError(f"{place} was begun from other input or with other options; remove it to begin anew")
         self.done = saved["done"]
@@ -53,7 +55,7 @@ class Journal:
             self.save()
 
     def save(self) -> None:
-        self.make_durable()
+        self._place.sync()
         self._save()
         self._unsaved = 0
 

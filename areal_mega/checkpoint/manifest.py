@@ -5,6 +5,7 @@ Place of everything below the checkpoint's folder or URL::
     checkpoint.json              this manifest
     files/config.json, ...       the HuggingFace config, tokenizer and chat template, byte for byte
     arrays/NAME/zarr.json, c/... one zarr3 array per parameter
+    objects/NAME                 plain data beside the arrays (checkpoints of kind ``state``)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from areal_mega.core.errors import UserError
 
 FORMAT, VERSION = "areal-mega checkpoint", 1
 MANIFEST, JOURNAL, FILES = "checkpoint.json", "journal.json", "files/"
+OBJECTS = "objects/"
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,13 @@ def read_manifest(place: Location, kind: str) -> Manifest:
 
 
 def check_present(place: Location, manifest: Manifest) -> None:
-    """One listing: every chunk and file of the manifest is there.
+    """One listing: every chunk, file and object of the manifest is there.
 
     Raises:
         UserError: naming what is missing.
     """
-    wanted = {key for spec in manifest.arrays.values() for key in spec.chunk_keys()} | {FILES + name for name in manifest.files}
+    wanted = {key for spec in manifest.arrays.values() for key in spec.chunk_keys()}
+    wanted |= {FILES + name for name in manifest.files} | {OBJECTS + name for name in manifest.about.get("objects", ())}
     missing = sorted(wanted - place.listing())
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -114,7 +117,7 @@ def begin(target: Location, *, go_on: bool = False) -> Location:
     else:
         # In an object store the unfinished checkpoint lies at the place itself: what else is there is not ours to remove.
         keys = target.listing()
-        taken = any(not key.startswith((PREFIX, FILES)) and key != JOURNAL for key in keys)
+        taken = any(not key.startswith((PREFIX, FILES, OBJECTS)) and key != JOURNAL for key in keys)
     if taken:
         raise UserError(f"{target} exists; remove it or choose another place")
     if not go_on:

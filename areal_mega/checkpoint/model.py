@@ -145,6 +145,7 @@ def save(
         ]
         work = partial(_write_shard, store, specs)
         run_units(mine, work, workers=WRITERS, cost=lambda item: item[1].nbytes)
+        target.aside.sync()
     with ranks.together("complete the checkpoint"):
         if rank == 0:
             about = {"family": hf_config["model_type"], "strategy": str(layout.strategy)}

@@ -303,12 +303,6 @@ class HFWriter:
         with _disk(self.aside / file):
             write_full(self._open[file], content, offset + start * row)
 
-    def flush(self) -> None:
-        """What was written so far survives a crash of the machine."""
-        with _disk(self.aside):
-            for handle in self._open.values():
-                os.fdatasync(handle)
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if error is None:
@@ -326,8 +320,9 @@ class HFWriter:
 
     def _finish(self) -> None:
         assert not self._left, f"{len(self._left)} tensors were never written, e.g. {min(self._left)}"
-        self.flush()
         with _disk(self.aside):
+            for handle in self._open.values():
+                os.fsync(handle)
             if len(self._headers) > 1:
                 index = {
                     "metadata": {"total_size": self._total},
