@@ -25,8 +25,9 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=2, help="max_staleness of the asynchronous run")
     parser.add_argument("--new-tokens", type=int, default=56, help="length of answers; more makes generation the longer part")
     parser.add_argument(
-        "--concurrent", type=int, default=14, help="prompts (of 16 samples) generated at once; more makes generation the shorter part"
+        "--concurrent", type=int, default=8, help="prompts (of 16 samples) generated at once; more makes generation the shorter part"
     )
+    parser.add_argument("--microbatch-tokens", type=int, default=2048, help="small ones stay in cache, and leave the other role its own")
     parser.add_argument("--pause", default="in_place", choices=["in_place", "retract", "abort"])
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
@@ -54,6 +55,7 @@ def run(root: str, name: str, args: argparse.Namespace, cores: list[int], overri
         f"sync.pause={args.pause}",
         "train.strategy=megatron:d1",
         "train.batch_size=32",
+        f"train.microbatch_tokens={args.microbatch_tokens}",
         "data.valid=null",
         "eval.every_steps=0",
         "checkpoint.export_at_end=false",
