@@ -60,7 +60,8 @@ def test_ctrl_c_ends_everything_in_order(training: Running) -> None:
     os.killpg(training.pid, signal.SIGINT)  # as a terminal does
     run = training.finish(timeout_s=60.0)
     training.until_gone(1.0)
-    assert (run.code, run.err) == (130, "interrupted\n")
+    assert run.code == 130, run.explain()
+    assert "Traceback" not in run.err and "never retrieved" not in run.err
     assert [record["step"] for record in run.steps] == list(range(len(run.steps)))  # no step half-written
     # The directory is free again: another run may replace it.
     with pytest.raises(UserError, match=r"exists; choose another run\.name, or set run.overwrite=true"):
