@@ -7,10 +7,11 @@ hard-coded CUDA calls redirected while a model lives (see ``cpu``).
 from __future__ import annotations
 
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,21 @@ class Platform:
             # No device_id: torch would then try to split the weight-sync group, which has other members, off this one.
         )
 
+    @contextmanager
+    def importing(self) -> Iterator[None]:
+        """Enter around the first import of Megatron-Core.
+
+        It has its fused functions compiled by Inductor as it is imported. Nothing here uses them on a CPU, where loading Inductor
+        doubles the time to start and compiling would need a C++ compiler: they stay plain functions there.
+        """
+        compile_ = torch.compile
+        if self.is_cpu:
+            torch.compile = _as_it_is  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.compile = compile_
+
     def activate(self) -> AbstractContextManager[None]:
         """Enter while a Megatron model lives; may be nested. On GPUs there is nothing to redirect."""
         if not self.is_cpu:
@@ -78,6 +94,11 @@ def detect(device: Literal["auto", "cpu", "cuda"] = "auto", local_rank: int = 0)
         transformer_engine=_installed("transformer_engine.pytorch"),
         fused_weight_gradients=_installed("fused_weight_gradient_mlp_cuda"),
     )
+
+
+def _as_it_is(function: Any = None, **options: Any) -> Any:
+    """``torch.compile`` that does not compile, as a function and as a decorator with options."""
+    return function if function is not None else lambda decorated: decorated
 
 
 def _installed(module: str) -> bool:

@@ -22,9 +22,7 @@ STORE = ("trainstore", 0)
 def main(context: WorkerContext) -> None:
     import torch.distributed as dist
 
-    from areal_mega.megatron.engine import MegatronEngine
     from areal_mega.megatron.platform import detect
-    from areal_mega.megatron.worker import METHODS, TrainWorker
     from areal_mega.parallel.strategy import parse
 
     recipe = context.recipe
@@ -33,6 +31,9 @@ def main(context: WorkerContext) -> None:
     address = server.start(recipe.launch.host)
 
     platform = detect(recipe.launch.device)
+    with platform.importing():
+        from areal_mega.megatron.engine import MegatronEngine
+        from areal_mega.megatron.worker import METHODS, TrainWorker
     platform.init_process_group(
         store=_store(context, world_size), rank=context.rank, world_size=world_size, timeout_s=recipe.launch.rpc_timeout_s
     )
