@@ -1,13 +1,10 @@
-"""Rewards and workflows of these runs, imported by their own processes."""
+"""Rewards of these runs, imported by their own processes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from typing import Any
-
-from areal_mega.core.types import Prompt, Trajectory
-from areal_mega.rollout.workflow import GenerationEngine, Workflow
 
 
 def digits_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> dict[str, float]:
@@ -22,10 +19,3 @@ def failing_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> floa
 def hanging_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     time.sleep(3600)
     return 0.0
-
-
-class NothingWorkflow(Workflow):
-    """Rejects every prompt."""
-
-    async def arun_episode(self, engine: GenerationEngine, data: Prompt) -> list[Trajectory] | None:
-        return None

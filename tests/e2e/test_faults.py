@@ -75,22 +75,12 @@ BROKEN: dict[str, tuple[dict[str, Any], int, str]] = {
     "reward fails": (
         {"reward": {"path": "e2e_parts.failing_reward"}, "eval": {"at_start": False}},
         1,
-        "prompts in a row failed; the last: no member is left: 2 x reward error: KeyError: 'no such column'",
-    ),
-    "reward fails in evaluation": (
-        {"reward": {"path": "e2e_parts.failing_reward"}},
-        1,
-        "error: all 4 evaluation prompts failed; the last: no member is left: 1 x reward error: KeyError: 'no such column'",
+        " prompts in a row failed; the last: no member is left: 2 x reward error: KeyError: 'no such column'",
     ),
     "verifier hangs": (
         {"reward": {"path": "e2e_parts.hanging_reward", "timeout_s": 0.5}, "eval": {"at_start": False}},
         2,
         "error: reward 'e2e_parts.hanging_reward': none of its first ",
-    ),
-    "workflow rejects": (
-        {"workflow": {"path": "e2e_parts.NothingWorkflow"}, "eval": {"at_start": False}},
-        1,
-        "prompts in a row gave no group to train on (since the start: ",
     ),
 }
 """What is wrong, exit code, and part of the message."""
