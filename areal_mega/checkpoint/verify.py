@@ -44,6 +44,12 @@ class Side(ABC):
         """Every HF tensor that is there."""
         return self.find_specs()
 
+    @cached_property
+    def readable(self) -> set[str]:
+        """Tensors of parameters that are there whole, in the shapes that the config gives."""
+        whole = (p for p in self.table.exported if all(t.name in self.specs and self.specs[t.name].shape == t.shape for t in p.hf))
+        return {tensor.name for param in whole for tensor in param.hf}
+
     @abstractmethod
     def find_specs(self) -> dict[str, HFTensorSpec]: ...
 
@@ -134,7 +140,8 @@ def compare_configs(one: Side, two: Side) -> Iterator[str]:
              for s in (one, two)]  # fmt: skip
     for name, left, right in _unequal(*built):
         yield f"config: {name} comes to {left} in {one.label} and {right} in {two.label}"
-    raw = [{k: v for k, v in side.hf_config.items() if k not in NOT_COMPARED | BY_MEANING} for side in (one, two)]
+    # A field that is null says what one that is absent says.
+    raw = [{k: v for k, v in s.hf_config.items() if k not in NOT_COMPARED | BY_MEANING and v is not None} for s in (one, two)]
     for name, left, right in _unequal(*raw):
         yield f"config.json: {name} is {left} in {one.label} and {right} in {two.label}"
 
@@ -169,6 +176,11 @@ def _compare_files(one: Side, two: Side) -> Iterator[str]:
 
 
 def _compare_specs(one: Side, two: Side) -> Iterator[str]:
+    for side in (one, two):
+        for tensor in side.table.hf_tensors:
+            if tensor.name in side.specs and side.specs[tensor.name].shape != tensor.shape:
+                have, want = list(side.specs[tensor.name].shape), list(tensor.shape)
+                yield f"tensor {tensor.name} has shape {have} in {side.label}, whose own config gives {want}"
     for name in sorted(one.specs.keys() | two.specs.keys()):
         left, right = one.specs.get(name), two.specs.get(name)
         if left is None or right is None:
@@ -182,11 +194,8 @@ def _compare_specs(one: Side, two: Side) -> Iterator[str]:
 
 def _compare_values(one: Side, two: Side, workers: int, meter: Meter) -> list[str]:
     """Values of the tensors that both have in one shape, in the order of the first's table."""
-    owned = one.specs.keys() & two.specs.keys() & one.owners.keys() & two.owners.keys()
-    both = {name for name in owned if one.specs[name].shape == two.specs[name].shape}
-    # A parameter that lacks a tensor cannot be read; what is missing was said already.
-    units = [p for p in one.table.exported if all(t.name in one.specs for t in p.hf) and any(t.name in both for t in p.hf)]
-    units = [p for p in units if all(t.name in two.specs for n in p.hf if n.name in both for t in two.owners[n.name][0].hf)]
+    both = {name for name in one.readable & two.readable if one.specs[name].shape == two.specs[name].shape}
+    units = [param for param in one.table.exported if any(tensor.name in both for tensor in param.hf)]
     found: dict[str, str] = {}
 
     def size(param: Param) -> int:

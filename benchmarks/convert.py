@@ -1,0 +1,144 @@
+"""Speed and memory of ``areal-mega convert`` against ``cp`` of the same bytes, in one run.
+
+    python benchmarks/convert.py [--gb 4] [--folder DIR] [--workers N]
+
+Makes a synthetic Qwen3-MoE folder, converts it to a checkpoint (from-hf), back (to-hf), and compares the two folders (verify), each in a
+child process whose peak resident memory is measured against what it had after its imports. ``cp`` of the same bytes is timed before each
+of them, once as it is and once with ``sync`` after it: a conversion ends with its output on the disk, so that is its like. Goals: half the
+speed of that, and 1 GB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HIDDEN, FFN, EXPERTS, VOCAB = 2048, 768, 128, 32000
+GOAL_RATIO, GOAL_BYTES = 0.5, 10**9
+
+
+def config_of(gigabytes: float) -> dict[str, Any]:
+    """Qwen3-30B-A3B's layer sizes, as many layers as fit (at least one) and experts to fill up."""
+    rest = gigabytes * 1e9 - 2 * VOCAB * HIDDEN * 2
+    expert = 3 * HIDDEN * FFN * 2
+    layers = max(1, round(rest / (EXPERTS * expert)))
+    return {
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * HIDDEN,
+        "moe_intermediate_size": FFN,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": max(8, int(rest / layers / expert) // 8 * 8),
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    }
+
+
+def make_model(folder: Path, gigabytes: float) -> int:
+    """Write the synthetic model; its bytes of weights."""
+    import torch
+
+    from areal_mega.models.hf_io import HFTensorSpec, HFWriter
+    from areal_mega.models.registry import family_for
+
+    config = config_of(gigabytes)
+    table = family_for(config).table(config)
+    block = torch.randn(1 << 27, generator=torch.Generator().manual_seed(0)).bfloat16()
+    plan = [HFTensorSpec(t.name, t.shape, torch.bfloat16) for t in table.hf_tensors]
+    with HFWriter(folder, plan, source={"config.json": json.dumps(config, indent=2).encode()}) as writer:
+        for number, spec in enumerate(plan):
+            count = spec.nbytes // 2
+            start = number * 7919 % (len(block) - count)
+            writer.write(spec.name, block[start : start + count].view(spec.shape))
+    return sum(spec.nbytes for spec in plan)
+
+
+def child(verb: str, a: str, b: str, workers: int | None) -> dict[str, float]:
+    """One conversion in this process."""
+    from areal_mega.checkpoint import convert, verify
+
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    begun = time.perf_counter()
+    if verb == "from-hf":
+        convert.from_hf(a, b, strategy="megatron:(attn:d4t2|ffn:e8)", workers=workers)
+    elif verb == "to-hf":
+        convert.to_hf(a, b, workers=workers)
+    else:
+        differences = verify.verify(a, b, workers=workers)
+        assert not differences, differences[:3]
+    seconds = time.perf_counter() - begun
+    return {"seconds": seconds, "above": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base}
+
+
+def measure(verb: str, a: Path, b: Path, workers: int | None) -> dict[str, float]:
+    command = [sys.executable, __file__, "--child", verb, str(a), str(b), *(["--workers", str(workers)] if workers else [])]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def copy(source: Path, out: Path) -> tuple[float, float]:
+    """Seconds of ``cp``, and of ``cp`` and ``sync`` together."""
+    os.sync()
+    begun = time.perf_counter()
+    subprocess.run(["cp", "-r", source, out], check=True)
+    plain = time.perf_counter() - begun
+    subprocess.run(["sync", "-f", out], check=True)
+    durable = time.perf_counter() - begun
+    shutil.rmtree(out)
+    os.sync()
+    return plain, durable
+
+
+def main(gigabytes: float, folder: Path, workers: int | None) -> None:
+    root = Path(tempfile.mkdtemp(prefix="convert-", dir=folder))
+    try:
+        size = make_model(root / "hf", gigabytes)
+        print(f"{size / 1e9:.2f} GB of weights, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+        print(f"{'':8} {'MB/s':>7} {'cp MB/s':>8} {'ratio':>6} {'cp+sync':>8} {'ratio':>6} {'memory':>8}")
+        steps = (("from-hf", root / "hf", root / "ck"), ("to-hf", root / "ck", root / "back"), ("verify", root / "hf", root / "back"))
+        for verb, a, b in steps:
+            plain, durable = copy(a, root / "copy")
+            result = measure(verb, a, b, workers)
+            ratio = durable / result["seconds"]
+            speeds = [size / 1e6 / seconds for seconds in (result["seconds"], plain, durable)]
+            good = "" if ratio >= GOAL_RATIO and result["above"] <= GOAL_BYTES else "  misses the goal"
+            print(
+                f"{verb:8} {speeds[0]:7.0f} {speeds[1]:8.0f} {plain / result['seconds']:6.2f} {speeds[2]:8.0f} {ratio:6.2f} "
+                f"{result['above'] / 1e6:5.0f} MB{good}",
+                flush=True,
+            )
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=4.0, help="size of the model")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="disk to measure; needs four times the size")
+    parser.add_argument("--workers", type=int, default=None, help="threads of the conversion")
+    parser.add_argument("--child", nargs=3, metavar=("VERB", "A", "B"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(child(*arguments.child, arguments.workers)))
+    else:
+        main(arguments.gb, arguments.folder, arguments.workers)
