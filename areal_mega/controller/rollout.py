@@ -110,13 +110,16 @@ class RolloutController:
             taken = await self._take(self._wanted)
             section = self._recipe.staleness
             bounded = apply_bound_to_groups(taken, self._version, section.max_staleness, section.action)
-            kept += bounded.groups
-            lost = {group.id for group in bounded.refill}
+            lone = tuple(group for group in bounded.groups if self._is_lone(group))
+            kept += [group for group in bounded.groups if not self._is_lone(group)]
+            # The groups as they were taken: what the bound took out of them is to be released too.
+            lost = {group.id for group in (*bounded.refill, *lone)}
+            again = [group for group in taken if group.id in lost]
             originals += [group for group in taken if group.id not in lost]
             ages.update(bounded.ages)
             stale_tokens, dropped = stale_tokens + bounded.stale_tokens, dropped + bounded.dropped_samples
-            refilled += len(bounded.refill)
-            await self._refill(bounded.refill)
+            refilled += len(again)
+            await self._refill(again)
         self._wanted = 0
         self._staleness.on_consumed(len(kept))
         for group in kept:
@@ -184,12 +187,12 @@ class RolloutController:
             self._staleness.on_accepted()
             self.counts["samples"] += len(result.group.samples)
             self.counts["tokens"] += sum(s.loss_tokens for s in result.group.samples)
-            if self._algorithm.filter_uniform_groups and is_uniform([s.reward for s in result.group.samples]):
-                self.counts["uniform"] += 1
+            if (useless := self._useless(result.group)) is not None:
+                kind, self._last_reason = useless
+                self.counts[kind] += 1
                 self._staleness.on_discarded()
                 self._order.pop(_key(result.prompt), None)
                 self._since_accepted += 1
-                self._last_reason = "all rewards of the group were equal (algorithm.filter_uniform_groups)"
                 unwanted.append(result.group)
                 continue
             self._since_accepted = 0
@@ -197,6 +200,18 @@ class RolloutController:
         await self.release(unwanted)
         async with self._changed:
             self._changed.notify_all()
+
+    def _useless(self, group: Group) -> tuple[str, str] | None:
+        """Why nothing could be learned from a group: what to count it as, and the reason; None where something can."""
+        if self._is_lone(group):
+            return "lone", f"one member of {self._recipe.rollout.group_size} was left (algorithm.singleton is error)"
+        if self._algorithm.filter_uniform_groups and is_uniform([s.reward for s in group.samples]):
+            return "uniform", "all rewards of the group were equal (algorithm.filter_uniform_groups)"
+        return None
+
+    def _is_lone(self, group: Group) -> bool:
+        """Its other members were dropped, and a group of one has no statistic: training on it would stop the run."""
+        return len(group.samples) == 1 and self._algorithm.singleton == "error"
 
     def _note_lost(self, result: EpisodeResult) -> None:
         self._order.pop(_key(result.prompt), None)
@@ -225,7 +240,7 @@ class RolloutController:
         if self._failed_in_a_row >= max(_BROKEN * batch, _BROKEN_LEAST):
             raise RolloutFailed(f"{self._failed_in_a_row} prompts in a row failed; the last: {self._last_reason}")
         if self._since_accepted >= max(_HOPELESS * batch, _HOPELESS_LEAST):
-            counts = ", ".join(f"{self.counts[name]} {name}" for name in ("rejected", "failed", "uniform") if self.counts[name])
+            counts = ", ".join(f"{self.counts[name]} {name}" for name in ("rejected", "failed", "uniform", "lone") if self.counts[name])
             raise RolloutFailed(
                 f"{self._since_accepted} prompts in a row gave no group to train on (since the start: {counts}); "
                 f"the last: {self._last_reason}"

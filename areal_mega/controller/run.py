@@ -176,7 +176,7 @@ class Run:
             metrics["rollout/tokens_per_s"] = m.last(generated / seconds)
             metrics["train/tokens"] = metrics["batch/trained_tokens"]
             metrics["throughput/samples_per_s"] = m.last(metrics["batch/samples"].value / seconds)
-            for name in ("rejected", "failed", "uniform", "dropped_samples"):
+            for name in ("rejected", "failed", "uniform", "lone", "dropped_samples"):
                 metrics[f"rollout/{name}"] = m.last(self.rollout.counts[name])
         self.observer.log(step, metrics, {"staleness/age": self._ages} if step else None)
         self._metrics = []

@@ -113,7 +113,7 @@ async def test_ages_and_stale_tokens_cover_everything_that_came_in() -> None:
 
 
 async def test_dropped_samples_are_released_with_their_group() -> None:
-    async with World(batch=1, eta=0, action="drop_sample") as world:
+    async with World(batch=1, eta=0, action="drop_sample", singleton="batch_mean") as world:
         await world.advance()
         made = await world.workers[0].finish(members=[{"versions": {0: 1, 1: 5}}, {"versions": {1: 4}}])
         ready = await batch_of(world)
@@ -149,8 +149,8 @@ async def test_one_stale_sample_refills_the_whole_prompt_where_asked() -> None:
         wanted = asyncio.create_task(batch_of(world))
         await settle()
         assert world.submitted == ["p0", "p1", "p0"]
-        await world.workers[0].finish(1, members=[{"versions": {1: 1}}])
-        assert len((await wanted).groups[0].samples) == 1
+        await world.workers[0].finish(1, members=[{"versions": {1: 1}}] * 3)
+        assert len((await wanted).groups[0].samples) == 3
 
 
 async def test_groups_without_a_signal_are_filtered_released_and_replaced() -> None:
@@ -164,6 +164,27 @@ async def test_groups_without_a_signal_are_filtered_released_and_replaced() -> N
         await world.workers[0].finish()
         assert prompt_ids(await wanted) == ["p1", "p2"]
         assert world.control.counts["uniform"] == 1
+
+
+async def test_a_group_of_which_one_member_is_left_is_replaced_where_it_could_not_be_trained() -> None:
+    async with World(batch=1, eta=0) as world:
+        wanted = asyncio.create_task(batch_of(world))
+        await world.workers[0].finish(members=[{}], dropped={"reward timeout: slow": 1})
+        await settle()
+        assert (world.held, world.submitted, world.control.counts["lone"]) == (set(), ["p0", "p1"], 1)
+        await world.workers[0].finish()
+        assert prompt_ids(await wanted) == ["p1"]
+
+
+async def test_a_group_of_which_the_bound_left_one_member_is_generated_again() -> None:
+    async with World(batch=1, eta=0, action="drop_sample") as world:
+        await world.advance()
+        await world.workers[0].finish(members=[{"versions": {0: 1}}, {"versions": {1: 2}}])
+        wanted = asyncio.create_task(batch_of(world))
+        await settle()
+        assert (world.held, world.submitted) == (set(), ["p0", "p1", "p0"])
+        await world.workers[0].finish(1)
+        assert (await wanted).refilled == 1
 
 
 # --- what goes wrong
