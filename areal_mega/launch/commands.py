@@ -17,6 +17,9 @@ from areal_mega.parallel.strategy import ParallelStrategy
 
 Device = Literal["cpu", "cuda"]
 
+_OUR_PYTHON = (sys.executable, "-P", "-m")
+"""Our own modules, from where this process has them (see ``python_path``), and not from the working folder that -m alone would look in
+first: it may hold another copy."""
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -25,8 +28,7 @@ def worker_spec(
 ) -> ProcessSpec:
     """A train rank or rollout worker: ``areal_mega.launch.worker`` on its GPUs (slot numbers; none for a process that needs none)."""
     argv = [
-        sys.executable,
-        "-m",
+        *_OUR_PYTHON,
         "areal_mega.launch.worker",
         role,
         f"--rank={rank}",
@@ -130,7 +132,7 @@ def _sglang_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, de
 
 
 def _embedded_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, device: Device) -> list[str]:
-    return [sys.executable, "-m", "areal_mega.serving", model_path, f"--dtype={_DTYPES[recipe.rollout.dtype]}"]
+    return [*_OUR_PYTHON, "areal_mega.serving", model_path, f"--dtype={_DTYPES[recipe.rollout.dtype]}"]
 
 
 _SERVERS = {"sglang": _sglang_argv, "embedded": _embedded_argv}

@@ -24,7 +24,7 @@ def test_the_script_trains_with_its_own_rows_and_workflow(tmp_path: Path) -> Non
         "train.batch_size=4", "rollout.group_size=4", "observe.console=plain", "observe.mlflow=false", "observe.report=false",
     ]  # fmt: skip
     # Not from the script's own folder: the workflow beside it is found all the same.
-    running = Running([sys.executable, str(EXAMPLES / "train.py"), *overrides], tmp_path / "second-try", REPO, {"PYTHONPATH": ""})
+    running = Running([sys.executable, str(EXAMPLES / "train.py"), *overrides], tmp_path / "second-try", REPO, {"PYTHONPATH": str(REPO)})
     try:
         run = running.finish()
         running.until_gone(10.0)

@@ -41,7 +41,7 @@ def test_a_worker_knows_its_run_and_attempt(tmp_path: Path) -> None:
     assert spec.key == ("train", 2) and spec.cpus == (0,)
     assert list(spec.argv) == [
         sys.executable,
-        *("-m", "areal_mega.launch.worker", "train", "--rank=2"),
+        *("-P", "-m", "areal_mega.launch.worker", "train", "--rank=2"),
         *(f"--run-dir={run_dir.path}", f"--attempt={run_dir.attempt}"),
     ]
     assert spec.env["OMP_NUM_THREADS"] == "3" and spec.env["CUDA_VISIBLE_DEVICES"] == "" and spec.env["A"] == "b"
@@ -68,7 +68,7 @@ def test_sglang_on_a_cpu() -> None:
 def test_the_embedded_server() -> None:
     spec = server("embedded:d2", device="cpu", gpus=(), server_args=["--context-length=512"])
     assert list(spec.argv) == [
-        *(sys.executable, "-m", "areal_mega.serving", "/models/m", "--dtype=bfloat16"),
+        *(sys.executable, "-P", "-m", "areal_mega.serving", "/models/m", "--dtype=bfloat16"),
         *("--host=127.0.0.1", "--port=8000", "--context-length=512"),
     ]
 
