@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -72,11 +71,19 @@ def make_model(folder: Path, gigabytes: float) -> int:
     return sum(spec.nbytes for spec in plan)
 
 
+def resident(kind: str) -> int:
+    """Bytes resident now (VmRSS) or at most so far (VmHWM). Not ``ru_maxrss``: that begins with the parent's."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
+    return int(line.split()[1]) * 1024
+
+
 def child(verb: str, a: str, b: str, workers: int | None) -> dict[str, float]:
     """One conversion in this process."""
     from areal_mega.checkpoint import convert, verify
+    from areal_mega.checkpoint.pool import keep_freed_memory
 
-    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    keep_freed_memory()
+    base = resident("VmRSS")
     begun = time.perf_counter()
     if verb == "from-hf":
         convert.from_hf(a, b, strategy="megatron:(attn:d4t2|ffn:e8)", workers=workers)
@@ -86,7 +93,7 @@ def child(verb: str, a: str, b: str, workers: int | None) -> dict[str, float]:
         differences = verify.verify(a, b, workers=workers)
         assert not differences, differences[:3]
     seconds = time.perf_counter() - begun
-    return {"seconds": seconds, "above": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base}
+    return {"seconds": seconds, "above": resident("VmHWM") - base}
 
 
 def measure(verb: str, a: Path, b: Path, workers: int | None) -> dict[str, float]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,9 +149,28 @@ def read_hf(source: HFSource, param: Param) -> Tensor:
 
 def check_finite(values: Tensor, param: Param, where: str) -> None:
     """Raises UserError where a value is NaN or infinite."""
-    # A sum is one quick pass, and never finite where a value is not; the slow, exact look is only for sums that overflow.
-    if not bool(torch.isfinite(values.sum(dtype=torch.float32))) and not bool(torch.isfinite(values).all()):
+    if not finite(values):
         raise UserError(f"{where}: {' + '.join(t.name for t in param.hf)} holds NaN or infinity; take another copy of the model")
+
+
+_LARGEST = {torch.bfloat16: 0x7F7F, torch.float16: 0x7BFF, torch.float32: 0x7F7FFFFF}
+"""Bits of the largest finite value."""
+
+
+def finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite, at the speed of memory.
+
+    IEEE bits, read as integers, are ordered like the values' sizes: positive ones as signed, negative ones as unsigned integers, so that
+    two maxima tell what ``isfinite`` tells at a twentieth of the speed.
+    """
+    assert values.dtype in _LARGEST, f"weights of {values.dtype} are not read here"
+    if not values.numel():
+        return True
+    largest, wide = _LARGEST[values.dtype], values.dtype.itemsize == 4
+    bits = values.contiguous().view(torch.int32 if wide else torch.int16).numpy()
+    if int(bits.max()) > largest:
+        return False
+    return int(bits.view(np.uint32 if wide else np.uint16).max()) <= largest + (1 << (31 if wide else 15))
 
 
 # --- to HuggingFace

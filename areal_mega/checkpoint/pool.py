@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed for the next allocation, for a program that does nothing but move tensors.
+
+    By default every buffer of megabytes is mapped afresh, and the kernel clears its pages each time: that costs more than the copying
+    (twice the whole conversion's time, measured). Other allocators are left alone.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 * 1024**2)  # the largest that glibc takes
+        libc.mallopt(_M_TRIM_THRESHOLD, 1024**3)
+
 
 IN_FLIGHT = 256 * 1024**2
 

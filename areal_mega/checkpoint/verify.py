@@ -226,6 +226,9 @@ def _compare_param(one: Side, two: Side, param: Param, both: set[str]) -> Iterat
 def _same_bits(left: Tensor, right: Tensor) -> bool:
     if left.dtype != right.dtype:
         return False
+    wide = left.nbytes % 8 == 0 and left.is_contiguous() and right.is_contiguous() and not (left.data_ptr() | right.data_ptr()) % 8
+    if wide and left.shape == right.shape:  # whole words compare four times as fast
+        return torch.equal(left.reshape(-1).view(torch.int64), right.reshape(-1).view(torch.int64))
     kind = _BITS[left.dtype.itemsize]
     return torch.equal(left.view(kind), right.view(kind))
 

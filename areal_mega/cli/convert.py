@@ -45,7 +45,9 @@ def to_hf(
     """
     shard_bytes = parse_size(shard_size)
     from areal_mega.checkpoint import convert
+    from areal_mega.checkpoint.pool import keep_freed_memory
 
+    keep_freed_memory()
     with progress("to-hf") as meter:
         plan = convert.to_hf(checkpoint, out, dtype=_dtype(dtype), shard_bytes=shard_bytes, workers=workers, meter=meter)
     typer.echo(f"{out}: {len(plan)} tensors, {sum(spec.nbytes for spec in plan) / 1e9:.2f} GB")
@@ -64,7 +66,9 @@ def from_hf(
     After an interruption the same command goes on where it stopped.
     """
     from areal_mega.checkpoint import convert
+    from areal_mega.checkpoint.pool import keep_freed_memory
 
+    keep_freed_memory()
     with progress("from-hf") as meter:
         manifest = convert.from_hf(model, out, strategy=strategy, dtype=_dtype(dtype), workers=workers, meter=meter)
     typer.echo(f"{out}: {len(manifest.arrays)} arrays, {manifest.nbytes / 1e9:.2f} GB")
@@ -80,8 +84,10 @@ def verify(
 
     Prints what differs, and ends with 1 where anything does.
     """
+    from areal_mega.checkpoint.pool import keep_freed_memory
     from areal_mega.checkpoint.verify import verify as compare
 
+    keep_freed_memory()
     with progress("verify") as meter:
         differences = compare(a, b, workers=workers, meter=meter)
     for line in differences:

@@ -19,7 +19,7 @@ from ranks import RankFailed, run_ranks
 
 from areal_mega.checkpoint import convert, journal
 from areal_mega.checkpoint.arrays import fit_chunks
-from areal_mega.checkpoint.convert import from_hf, to_hf
+from areal_mega.checkpoint.convert import finite, from_hf, to_hf
 from areal_mega.checkpoint.journal import exclusive
 from areal_mega.checkpoint.location import Location
 from areal_mega.checkpoint.model import Checkpoint
@@ -287,6 +287,19 @@ def test_nan_is_refused_both_ways(tmp_path: Path) -> None:
     checkpoint.store.write(spec, (0, 0), huge)  # a sum that overflows though every value is finite
     checkpoint.store.write(spec, (3, 5), torch.tensor([[1.0]], dtype=torch.bfloat16))
     to_hf(tmp_path / "ck", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_finite_is_isfinite(dtype: torch.dtype) -> None:
+    """Every bit pattern of 16 bits, and of 32 bits those around each edge."""
+    if dtype.itemsize == 2:
+        bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    else:
+        edges = torch.tensor([0, 1, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF])
+        bits = torch.cat([edges, edges - 2**31]).to(torch.int32)
+    for value in bits.view(dtype):
+        assert finite(value[None]) == bool(torch.isfinite(value))
+    assert finite(torch.empty(0, dtype=dtype))
 
 
 def test_unmapped_reads_are_the_files_rows(moe: Path, tmp_path: Path) -> None:
