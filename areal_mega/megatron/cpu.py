@@ -44,6 +44,9 @@ def _enter(stack: ExitStack) -> None:
     import megatron.core.transformer.attention
     import megatron.core.transformer.moe.token_dispatcher  # noqa: F401
 
+    # Megatron-Core wraps small functions in torch.compile; compiling them costs minutes here and gains nothing. Before anything is
+    # redirected: this loads the compiler, which lists torch's functions and refuses to find one under two names.
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
     _redirect_devices(stack)
     _redirect_random(stack)
     _redirect_streams(stack)
@@ -55,8 +58,6 @@ def _enter(stack: ExitStack) -> None:
     from areal_mega.megatron.rotary import apply_rotary
 
     _replace(stack, sys.modules["megatron.core.transformer.attention"], "apply_rotary_pos_emb", apply_rotary)
-    # Megatron-Core wraps small functions in torch.compile; compiling them costs minutes here and gains nothing.
-    stack.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 def _redirect_devices(stack: ExitStack) -> None:
