@@ -21,7 +21,7 @@ step() {
 step "ruff check" "$bin/ruff" check .
 step "ruff format" "$bin/ruff" format --check .
 step "mypy" "$bin/mypy"
-step "lint-imports" "$bin/lint-imports" --no-logo
+step "lint-imports" "$bin/lint-imports" --no-logo --no-cache
 step "pytest" "$bin/python" -m pytest "$@"
 
 printf '== %s\n' "${times[@]}"
