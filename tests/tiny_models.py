@@ -44,12 +44,76 @@ _FAMILY: dict[str, dict[str, Any]] = {
     },
 }
 
+_LATENT: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20, "num_key_value_heads": 4}
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "hidden_size": 32, "intermediate_size": 48}
+_ROUTED = _EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", _EXPERTS | {"num_local_experts": 4}),
+    "qwen2_moe": ("qwen2_moe", _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 40}),
+    "qwen2_moe-renormalised": (
+        "qwen2_moe",
+        _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+    "deepseek_v2": ("deepseek_v2", _ROUTED | _LATENT | {"q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek_v2-groups": (
+        "deepseek_v2",
+        _ROUTED
+        | _LATENT
+        | {
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 1,
+            "routed_scaling_factor": 16.0,
+            "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        _ROUTED
+        | _LATENT
+        | {
+            "q_lora_rank": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "moonlight": (
+        "deepseek_v3",
+        _ROUTED
+        | _LATENT
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "n_shared_experts": 2, "rms_norm_eps": 1e-3},
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        _ROUTED | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5},
+    ),
+    "glm4_moe-plain": ("glm4_moe", _ROUTED | {"head_dim": 16, "use_qk_norm": False, "tie_word_embeddings": True}),
+}
+"""Families that are trained and not served here: name -> (transformers' model_type, fields)."""
+
 
 def tiny_config(family: str, **overrides: Any) -> Any:
-    """A transformers config of the family (see ``FAMILIES``), about 0.2 M parameters unless overridden."""
+    """A transformers config of the family (see ``FAMILIES`` and ``SPARSE``), about 0.2 M parameters unless overridden."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **{**_COMMON, **_FAMILY[family], **overrides})
+    model_type, fields = SPARSE[family] if family in SPARSE else (family, _FAMILY[family])
+    fields = {**_COMMON, **fields, **overrides}
+    if "rope_parameters" in fields:
+        del fields["rope_theta"]
+    return AutoConfig.for_model(model_type, **fields)
+
+
+def shake_buffers(model: Any) -> None:
+    """A correction bias of zeros would hide one that is forgotten."""
+    import torch
+
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(0.1 * torch.randn_like(buffer))
 
 
 def tiny_tokenizer(vocab_size: int = VOCAB_SIZE) -> Any:
@@ -87,6 +151,7 @@ def tiny_model(tmp_path: Path, family: str, seed: int = 0, **config_overrides: A
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
+            shake_buffers(model)
     model.save_pretrained(folder)
     tiny_tokenizer(config.vocab_size).save_pretrained(folder)
     return folder

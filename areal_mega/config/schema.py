@@ -124,6 +124,9 @@ class RouterSection(Section):
     aux_loss_coef: NonNegativeFloat = leaf(0.0, "Load-balancing loss; the model's own router_aux_loss_coef is never used silently")
     z_loss_coef: NonNegativeFloat = leaf(0.0, "Router z-loss")
     fp32: bool = leaf(True, "Router logits in fp32")
+    expert_bias_update_rate: NonNegativeFloat = leaf(
+        0.0, "Step of the router's correction bias towards balance after each update, where the model has one; 0 leaves it as loaded"
+    )
 
 
 class KLSection(Section):

@@ -42,7 +42,8 @@ def _enter(stack: ExitStack) -> None:
     import megatron.core.pipeline_parallel.schedules
     import megatron.core.tensor_parallel.random
     import megatron.core.transformer.attention
-    import megatron.core.transformer.moe.token_dispatcher  # noqa: F401
+    import megatron.core.transformer.moe.token_dispatcher
+    import megatron.core.transformer.multi_latent_attention  # noqa: F401
 
     # Megatron-Core wraps small functions in torch.compile; compiling them costs minutes here and gains nothing. Before anything is
     # redirected: this loads the compiler, which lists torch's functions and refuses to find one under two names.
@@ -55,9 +56,15 @@ def _enter(stack: ExitStack) -> None:
     moe_utils = sys.modules["megatron.core.transformer.moe.moe_utils"]
     for module in (dispatcher, moe_utils):
         _replace(stack, module, "maybe_move_tensor_to_cpu", _to_host)
+    from areal_mega.megatron import uneven
     from areal_mega.megatron.rotary import apply_rotary
 
-    _replace(stack, sys.modules["megatron.core.transformer.attention"], "apply_rotary_pos_emb", apply_rotary)
+    mappings = sys.modules["megatron.core.tensor_parallel.mappings"]
+    _replace(stack, mappings, "_gather_along_first_dim", uneven.gather(vars(mappings)["_gather_along_first_dim"]))
+    _replace(stack, mappings, "_reduce_scatter_along_first_dim", uneven.reduce_scatter(vars(mappings)["_reduce_scatter_along_first_dim"]))
+
+    for name in ("attention", "multi_latent_attention"):
+        _replace(stack, sys.modules[f"megatron.core.transformer.{name}"], "apply_rotary_pos_emb", apply_rotary)
 
 
 def _redirect_devices(stack: ExitStack) -> None:

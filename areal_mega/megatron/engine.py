@@ -33,12 +33,14 @@ from areal_mega.megatron.model import (
     check_fit,
     initialize_groups,
     named_tensors,
+    release_groups,
     transformer_config,
     wrap_for_training,
 )
 from areal_mega.megatron.optimizer import Optimizer, learning_rate
 from areal_mega.megatron.packing import PackedBatch, pack
 from areal_mega.megatron.platform import Platform
+from areal_mega.megatron.routing import ExpertLoad
 from areal_mega.models.gather import HFGatherer
 from areal_mega.models.hf_io import HFSource, HFWriter
 from areal_mega.models.loading import load_hf_weights
@@ -101,14 +103,15 @@ class MegatronEngine:
         self.naming = TRANSFORMER_ENGINE if platform.transformer_engine else LOCAL
         with ExitStack() as undo:
             undo.enter_context(platform.activate())
-            initialize_groups(self.strategy)
-            undo.callback(parallel_state.destroy_model_parallel)
+            undo.callback(release_groups, initialize_groups(self.strategy))
             model_parallel_cuda_manual_seed(seed)
             self._config, chunks = self._build()
             # Set when the modules have their own copies of the config: a copy would copy this engine.
             self._config.moe_grad_scale_func = self._router_loss_scale
             self._router_scale = 1.0
             self._chunks = wrap_for_training(self._config, chunks, train.optimizer.distributed)
+            experts = self._config.num_moe_experts
+            self._expert_load = ExpertLoad(chunks, experts, router.expert_bias_update_rate, platform.device) if experts else None
             self._reference: list[nn.Module] | None = None
             self.optimizer = Optimizer(train.optimizer, self._chunks, self._dtype)
             self.load_hf(model_path)
@@ -247,7 +250,12 @@ class MegatronEngine:
         else:
             lr = lr_override
         outcome = self.optimizer.step(lr)
-        metrics = to_metrics(measured) if self.is_reporter else {}
+        metrics = to_metrics(measured)
+        if self._expert_load is not None:
+            metrics |= self._expert_load.metrics()
+            if not outcome.skipped:
+                self._expert_load.move_bias()
+        metrics = metrics if self.is_reporter else {}
         return UpdateResult(grad_norm=outcome.grad_norm, lr=lr, metrics=metrics, skipped=outcome.skipped)
 
     def compute_gradients(self, batches: Sequence[PackedBatch], loss_fn: LossFn, temperature: float) -> list[Measured]:
@@ -267,10 +275,18 @@ class MegatronEngine:
             cast(Any, chunk).zero_grad_buffer()
         self.optimizer.megatron.zero_grad()
         self._set_router_scale(batches)
-        return self._run(self._chunks, batches, self._projection(temperature), consume, forward_only=False)
+        if self._expert_load is not None:
+            self._expert_load.start()
+        measured = self._run(self._chunks, batches, self._projection(temperature), consume, forward_only=False)
+        if self._expert_load is not None:
+            self._expert_load.finish()
+        return measured
 
     def named_gradients(self) -> dict[str, Tensor]:
-        """This rank's gradient buffers by global name, fp32. Whole only where ``optimizer.distributed`` is off or DP is 1."""
+        """This rank's gradient buffers by global name, fp32; the model's buffers have none.
+
+        Whole only where ``optimizer.distributed`` is off or DP is 1.
+        """
         return {name: p.main_grad for name, p in self.named_shards().items() if hasattr(p, "main_grad")}
 
     # --- the pipeline
@@ -350,8 +366,8 @@ class MegatronEngine:
         return torch.full((1,), self._router_scale, device=self.platform.device)
 
     def _padding_mask(self, work: MicroBatch, chunk: nn.Module) -> Tensor | None:
-        """[1, tokens] bool, True on padding, for the router's losses. Later stages get their sequence-parallel part of it."""
-        if not self._has_router_loss:
+        """[1, tokens] bool, True on padding, for the router's losses and counts. Later stages get their sequence-parallel part."""
+        if self._expert_load is None:
             return None
         mask = work.padding_mask
         pre_process = self.coords.pp == 0 and getattr(chunk, "vp_stage", None) in (None, 0)

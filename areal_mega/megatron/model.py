@@ -8,17 +8,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 
 from areal_mega.config.schema import RouterSection, TrainSection
+from areal_mega.core.errors import UserError
 from areal_mega.megatron.platform import Platform
+from areal_mega.megatron.routing import prepare_routers
 from areal_mega.megatron.specs import block_spec
 from areal_mega.models.family import Family
 from areal_mega.models.ownership import Ownership
@@ -29,8 +33,9 @@ from areal_mega.parallel.strategy import ParallelStrategy
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def initialize_groups(strategy: ParallelStrategy) -> None:
-    """Create Megatron-Core's process groups, of which a process has one set at a time."""
+def initialize_groups(strategy: ParallelStrategy) -> list[dist.ProcessGroup]:
+    """Create Megatron-Core's process groups, of which a process has one set at a time; returns them for ``release_groups``."""
+    before = set(c10d._world.pg_map)
     assert not parallel_state.is_initialized(), "this process has a Megatron engine already; close it before another is made"
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=strategy.tp,
@@ -41,6 +46,14 @@ def initialize_groups(strategy: ParallelStrategy) -> None:
         expert_tensor_parallel_size=strategy.etp,
         create_gloo_process_groups=False,
     )
+    return [group for group in c10d._world.pg_map if group not in before]
+
+
+def release_groups(groups: list[dist.ProcessGroup]) -> None:
+    """Forget the groups and end them: Megatron-Core only forgets, and each group then keeps its threads and sockets for ever."""
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def check_fit(family: Family, hf_config: dict[str, Any], strategy: ParallelStrategy) -> None:
@@ -65,6 +78,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Architecture from the family, everything else from the recipe and the platform."""
     architecture = family.transformer_config(hf_config)
+    _check_router(router, architecture)
     fused = platform.transformer_engine
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": strategy.tp,
@@ -91,10 +105,11 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
-        "apply_rope_fusion": fused and not architecture.get("rotary_interleaved", False),
+        "apply_rope_fusion": fused and not architecture.get("multi_latent_attention", False),
         "persist_layer_norm": False,
         "moe_permute_fusion": fused,
         "moe_grouped_gemm": fused,
+        # The all-gather dispatcher wants the same number of tokens on every rank, which packed samples do not have.
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32" if router.fp32 else None,
         "moe_router_load_balancing_type": "aux_loss" if router.aux_loss_coef else "none",
@@ -102,10 +117,23 @@ def transformer_config(
         "moe_z_loss_coeff": router.z_loss_coef or None,
     }
     settings |= _RECOMPUTE[train.recompute]
-    config = TransformerConfig(**architecture, **settings)
+    kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
+    config = kind(**architecture, **settings)
     for name, value in family.config_attributes(hf_config).items():
         setattr(config, name, value)
     return config
+
+
+def _check_router(router: RouterSection, architecture: dict[str, Any]) -> None:
+    if "num_moe_experts" not in architecture:
+        for name in ("aux_loss_coef", "z_loss_coef", "expert_bias_update_rate"):
+            if getattr(router, name):
+                raise UserError(f"router.{name} is {getattr(router, name)}, but the model has no experts; set it to 0")
+    elif router.expert_bias_update_rate and not architecture.get("moe_router_enable_expert_bias"):
+        raise UserError(
+            f"router.expert_bias_update_rate is {router.expert_bias_update_rate}, but the model's router has no correction bias; "
+            "set it to 0, or balance with router.aux_loss_coef"
+        )
 
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -140,6 +168,7 @@ def build_chunks(config: TransformerConfig, gpt_kwargs: dict[str, Any], strategy
         if config.bf16:
             chunk = Float16Module(config, chunk)
         chunks.append(chunk)
+    prepare_routers(chunks, getattr(config, "group_score_experts", None))
     return chunks
 
 

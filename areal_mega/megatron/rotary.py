@@ -30,8 +30,10 @@ def apply_rotary(
     """
     from megatron.core.models.common.embeddings import rope_utils
 
-    if cu_seqlens is None or config.rotary_interleaved or mla_rotary_interleaved:
+    if cu_seqlens is None or config.rotary_interleaved:
         return rope_utils.apply_rotary_pos_emb(t, freqs, config, cu_seqlens, mscale, cp_group, mla_rotary_interleaved)
+    if mla_rotary_interleaved:  # latent attention: neighbouring channels are a pair, and leave as halves
+        t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
     cos, sin = _cos_sin(freqs, cu_seqlens, mscale, cp_group, t.dtype)
     half = freqs.shape[-1] // 2
     rotated, rest = t[..., : 2 * half], t[..., 2 * half :]
@@ -47,7 +49,8 @@ def _cos_sin(
     global _cached
     if _cached is not None:
         made_from, cos, sin = _cached
-        if made_from[0] is freqs and made_from[1] is cu_seqlens and made_from[2:] == (mscale, dtype):
+        same = made_from[0].data_ptr() == freqs.data_ptr() and made_from[0].shape == freqs.shape
+        if same and made_from[1] is cu_seqlens and made_from[2:] == (mscale, dtype):
             return cos, sin
     starts = cu_seqlens[:-1].long()
     lengths = cu_seqlens[1:].long() - starts

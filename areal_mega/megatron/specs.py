@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from areal_mega.megatron.experts import LocalExperts
+from areal_mega.megatron.latent import latent_attention_spec, norm_latents_alone
 from areal_mega.megatron.layers import PackedAttention, build_norm
 
 
@@ -38,7 +39,8 @@ class PyTorchSpecProvider(LocalSpecProvider):
 def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: int | None) -> Any:
     """Spec of the layers that this pipeline stage (and chunk) builds."""
     if transformer_engine:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        return norm_latents_alone(spec) if config.multi_latent_attention else spec
     backend = PyTorchSpecProvider()
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
@@ -55,8 +57,24 @@ def is_moe_layer(config: TransformerConfig, layer: int) -> bool:
 
 
 def _layer_spec(config: TransformerConfig, backend: PyTorchSpecProvider, moe: bool) -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=build_norm,
+            self_attention=latent_attention_spec(backend, build_norm)
+            if config.multi_latent_attention
+            else _attention_spec(config, backend),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=build_norm,
+            mlp=get_mlp_module_spec_for_backend(backend, num_experts=config.num_moe_experts if moe else None),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _attention_spec(config: TransformerConfig, backend: PyTorchSpecProvider) -> ModuleSpec:
     qk_norm = build_norm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -65,16 +83,5 @@ def _layer_spec(config: TransformerConfig, backend: PyTorchSpecProvider, moe: bo
             linear_proj=backend.row_parallel_linear(),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
-        ),
-    )
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=build_norm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=build_norm,
-            mlp=get_mlp_module_spec_for_backend(backend, num_experts=config.num_moe_experts if moe else None),
-            mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from areal_mega.core.errors import UserError
+from areal_mega.models.deepseek import DeepseekV2, DeepseekV3
 from areal_mega.models.family import Family
+from areal_mega.models.glm4_moe import Glm4Moe
 from areal_mega.models.hf_config import HFConfig, load_hf_config
 from areal_mega.models.llama import Llama
+from areal_mega.models.mixtral import Mixtral
 from areal_mega.models.qwen2 import Qwen2
+from areal_mega.models.qwen2_moe import Qwen2Moe
 from areal_mega.models.qwen3 import Qwen3
 from areal_mega.models.qwen3_moe import Qwen3Moe
 
 __all__ = ["FAMILIES", "family_for", "load_hf_config"]
 
-FAMILIES: tuple[Family, ...] = (Llama(), Qwen2(), Qwen3(), Qwen3Moe())
+FAMILIES: tuple[Family, ...] = (Llama(), Qwen2(), Qwen3(), Mixtral(), Qwen2Moe(), Qwen3Moe(), DeepseekV2(), DeepseekV3(), Glm4Moe())
 
 
 def family_for(hf_config: HFConfig) -> Family:
@@ -27,6 +31,5 @@ def family_for(hf_config: HFConfig) -> Family:
             return family
     known = sorted(name for family in FAMILIES for name in family.model_types)
     raise UserError(
-        f"config.json: model_type '{model_type}' is not supported; supported: {', '.join(known)} "
-        "(a family is one file in areal_mega/models and a line in registry.py)"
+        f"config.json: model_type '{model_type}' is not supported; supported: {', '.join(known)} (to add one: docs/add-a-family.md)"
     )

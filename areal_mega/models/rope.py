@@ -41,23 +41,22 @@ class Rope:
     config_attributes: dict[str, Any] = field(default_factory=dict)
 
 
-def rope_of(hf: HFConfig) -> Rope:
+def rope_of(hf: HFConfig, *, theta: float = 10000.0, partial: float = 1.0) -> Rope:
     """Read the rotary settings of a config.
+
+    Args:
+        theta, partial: what transformers gives the family where the file names no ``rope_theta``, no ``partial_rotary_factor``.
 
     Raises:
         UserError: for a kind, a key or a value that would not reach the model.
     """
-    settings = _settings(hf)
+    settings = rope_settings(hf, theta=theta, partial=partial)
     kind = settings.pop("rope_type")
     theta = float(settings.pop("rope_theta"))
     partial = float(settings.pop("partial_rotary_factor"))
     if kind not in _KNOWN:
         raise UserError(f"config.json: rope type '{kind}' cannot be honoured; supported: {', '.join(_KNOWN)}")
-    unknown = sorted(settings.keys() - _KNOWN[kind])
-    if unknown:
-        raise UserError(f"config.json: rope type '{kind}' with {', '.join(unknown)} cannot be honoured; known: {sorted(_KNOWN[kind])}")
-    if kind != "default" and "factor" not in settings:
-        raise UserError(f"config.json: rope type '{kind}' lacks factor; add it")
+    check_keys(kind, settings)
     base = {"position_embedding_type": "rope", "rotary_base": theta, "rotary_percent": partial}
     match kind:
         case "default":
@@ -68,10 +67,19 @@ def rope_of(hf: HFConfig) -> Rope:
             return Rope(base | _llama3(settings))
     if partial != 1.0:
         raise UserError(f"config.json: yarn with partial_rotary_factor {partial} cannot be honoured; supported: 1.0")
-    return Rope(base | {"position_embedding_type": "yarn"}, _yarn(settings, hf))
+    return Rope(base | {"position_embedding_type": "yarn"}, {f"yarn_{key}": value for key, value in yarn(settings, hf).items()})
 
 
-def _settings(hf: HFConfig) -> dict[str, Any]:
+def check_keys(kind: str, settings: dict[str, Any]) -> None:
+    """Refuse keys that the kind does not have, and a kind without its factor."""
+    unknown = sorted(settings.keys() - _KNOWN[kind])
+    if unknown:
+        raise UserError(f"config.json: rope type '{kind}' with {', '.join(unknown)} cannot be honoured; known: {sorted(_KNOWN[kind])}")
+    if kind != "default" and "factor" not in settings:
+        raise UserError(f"config.json: rope type '{kind}' lacks factor; add it")
+
+
+def rope_settings(hf: HFConfig, *, theta: float, partial: float) -> dict[str, Any]:
     """``rope_type``, ``rope_theta``, ``partial_rotary_factor`` and the kind's own keys, from whichever place has them."""
     new, old = hf_field(hf, "rope_parameters", default=None), hf_field(hf, "rope_scaling", default=None)
     if new is not None and old is not None and {**new, **old} != new:
@@ -81,7 +89,7 @@ def _settings(hf: HFConfig) -> dict[str, Any]:
         raise UserError("config.json: rope settings per layer type cannot be honoured; supported: one setting for all layers")
     kind = merged.pop("rope_type", None) or merged.get("type") or "default"
     merged.pop("type", None)
-    for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
+    for key, default in (("rope_theta", theta), ("partial_rotary_factor", partial)):
         top = hf_field(hf, key, default=None)
         inner = merged.get(key)
         if top is not None and inner is not None and float(top) != float(inner):
@@ -98,7 +106,8 @@ def _llama3(settings: dict[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": True, "rope_scaling_factor": float(settings["factor"])}
 
 
-def _yarn(settings: dict[str, Any], hf: HFConfig) -> dict[str, Any]:
+def yarn(settings: dict[str, Any], hf: HFConfig) -> dict[str, Any]:
+    """YaRN's settings by the names of Megatron-Core's own rotary module."""
     factor, mscale, mscale_all = float(settings["factor"]), settings.get("mscale"), settings.get("mscale_all_dim")
     if not (mscale and mscale_all):  # transformers uses the pair only where both are set and not zero
         mscale = mscale_all = None
@@ -110,13 +119,13 @@ def _yarn(settings: dict[str, Any], hf: HFConfig) -> dict[str, Any]:
         )
     original = settings.get("original_max_position_embeddings") or hf_field(hf, "max_position_embeddings")
     return {
-        "yarn_rotary_scaling_factor": factor,
-        "yarn_original_max_position_embeddings": int(original),
-        "yarn_beta_fast": float(settings.get("beta_fast") or 32.0),
-        "yarn_beta_slow": float(settings.get("beta_slow") or 1.0),
-        "yarn_mscale": mscale,
-        "yarn_mscale_all_dim": mscale_all,
-        "yarn_correction_range_round_to_int": bool(settings.get("truncate", True)),
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": int(original),
+        "beta_fast": float(settings.get("beta_fast") or 32.0),
+        "beta_slow": float(settings.get("beta_slow") or 1.0),
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all,
+        "correction_range_round_to_int": bool(settings.get("truncate", True)),
     }
 
 

@@ -117,6 +117,19 @@ class Split(Mapping):
 
 
 @dataclass(frozen=True)
+class Heads(Mapping):
+    """A column-parallel layer whose rows are those of whole attention heads, one after the other."""
+
+    heads: int
+
+    def pieces(self, shapes: tuple[Shape, ...], size: int, rank: int) -> tuple[Piece, ...]:
+        if self.heads % size:
+            raise UserError(f"{self.heads} attention heads do not split over {size} ranks; choose tensor parallelism that divides them")
+        share = shapes[0][0] // size
+        return (Piece(0, rank * share, 0, share),)
+
+
+@dataclass(frozen=True)
 class Stacked(Mapping):
     """Several column-parallel tensors in one: each rank holds its share of the first, then of the second (gate and up)."""
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+SERVED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Sparse layers: which they are, and their sizes."""
@@ -62,6 +65,8 @@ def read_arch(hf: HFConfig) -> Arch:
         UserError: for a family that is not served, or a setting of it that would change the outputs and is not built.
     """
     family = family_for(hf)
+    if hf["model_type"] not in SERVED:
+        raise UserError(f"the embedded server does not serve model_type '{hf['model_type']}', only {', '.join(SERVED)}; use SGLang")
     only(hf, "hidden_act", "silu", default="silu", why="the gated MLP is built with SiLU")
     only(hf, "quantization_config", None, default=None, why="quantised checkpoints are not served; de-quantise it first")
     no_sliding_window(hf)

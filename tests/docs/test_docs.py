@@ -35,7 +35,9 @@ LEAVES = set(schema_leaves())
 SECTIONS = {".".join(path.split(".")[:n]) for path in LEAVES for n in range(1, path.count(".") + 1)}
 TOP = set(Recipe.model_fields)
 SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "areal_mega").rglob("*.py")))
-METRICS = re.compile(r"(reward|eval|batch|staleness|train|policy|correction|mismatch|kl|sync|time|rollout|throughput|sft)/([a-z_0-9]+)")
+METRICS = re.compile(
+    r"(reward|eval|batch|staleness|train|policy|correction|mismatch|kl|sync|time|rollout|router|throughput|sft)/([a-z_0-9]+)"
+)
 REFUSED = {"megatron:d3e2"}  # shown with its message
 # A verb is told from prose by standing in code.
 VERB = re.compile(r"(?:^|[\s/`])areal-mega((?:\s+[^\s`#|]+)+)", re.MULTILINE)

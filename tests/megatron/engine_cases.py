@@ -101,6 +101,16 @@ def hf_logits(rank: int, world_size: int, *, folder: str, loss: str = "weighted"
 
 def _hf_gradients(model: Any) -> dict[str, Tensor]:
     """By the names of files: transformers fuses experts in memory."""
+    out = _unfused_gradients(model)
+    if model.config.model_type != "mixtral":
+        return out
+    names = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for old, new in names.items():
+        out = {name.replace(old, new): grad for name, grad in out.items()}
+    return out
+
+
+def _unfused_gradients(model: Any) -> dict[str, Tensor]:
     out = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
@@ -143,8 +153,10 @@ def by_sample(values: list[Tensor] | None, batches: list) -> dict[int, Tensor]:
 
 
 def gathered_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
-    gatherer = HFGatherer(engine.named_gradients(), engine.family, engine.hf_config, engine.layout, engine.rank)
-    return {item[0]: item[1].clone() for item in gatherer.stream() if item is not None}
+    # Buffers have no gradient; the gatherer wants every tensor of the table.
+    named = {name: torch.zeros_like(tensor) for name, tensor in engine.named_shards().items()} | engine.named_gradients()
+    gatherer = HFGatherer(named, engine.family, engine.hf_config, engine.layout, engine.rank)
+    return {item[0]: item[1].clone() for item in gatherer.stream() if item is not None and not item[0].endswith("correction_bias")}
 
 
 def parity(
@@ -157,9 +169,10 @@ def parity(
     loss: str = "weighted",
     with_logits: bool = True,
     train: dict | None = None,
+    router: dict | None = None,
 ) -> dict:
     """Logits and log-probabilities of my samples (on reporters) and the whole model's gradients (on rank 0)."""
-    engine = make_engine(rank, folder, strategy, optimizer={"distributed": False}, train=train)
+    engine = make_engine(rank, folder, strategy, optimizer={"distributed": False}, train=train, router=router or {})
     batches = my_batches(engine, split)
     everywhere = [replace(batch, fields={}) for batch in batches]
     logprobs = engine.logprobs(everywhere, 1.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import tiny_tokenizer
+from tiny_models import shake_buffers, tiny_tokenizer
 from torch import Tensor
 
 from areal_mega.models.family import Family
@@ -108,6 +108,7 @@ def save_model(folder: Path, config: Any, seed: int = 0, **save: Any) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
+        shake_buffers(model)
     model.save_pretrained(folder, **save)
     tiny_tokenizer().save_pretrained(folder)
     return folder

@@ -1,0 +1,129 @@
+"""Every sparse family in the engine: logits and gradients are transformers' at every kind of layout; the router's knobs do something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import family_cases as families
+import numpy as np
+import pytest
+from ranks import run_ranks
+from tiny_models import SPARSE, tiny_model
+
+from areal_mega.parallel.strategy import parse
+
+# Which families take a layout is dealt so that all layouts meet latent and plain attention, and all families meet t, p, e and c.
+ALL = tuple(SPARSE)
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "megatron:d1": ALL,
+    "megatron:d1t2": ("mixtral", "qwen2_moe", "deepseek_v3", "moonlight", "glm4_moe"),
+    "megatron:d1p2": ("deepseek_v2", "glm4_moe-plain"),
+    "megatron:d2e2": ("qwen2_moe-renormalised", "deepseek_v3", "glm4_moe"),
+    "megatron:d1c2": ("mixtral", "deepseek_v3"),
+    "megatron:d1p2v2": ("deepseek_v3",),
+    "megatron:d1t2e2": ("deepseek_v2-groups",),
+    "megatron:(attn:d1t2|ffn:e1t2)": ("glm4_moe",),
+    "megatron:d2t2p2e2": ("deepseek_v3", "mixtral"),
+    "megatron:(attn:d1t2c2p2|ffn:e2t2)": ("moonlight",),
+    "megatron:d2t2c2e4": ("glm4_moe",),
+}
+BY_WORLD = {size: [s for s in LAYOUTS if parse(s).world_size == size] for size in (1, 2, 8)}
+
+
+@pytest.fixture(scope="session")
+def sparse_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = Path(tmp_path_factory.mktemp("sparse"))
+    return {name: str(tiny_model(root / name, name, num_hidden_layers=4 if name == "deepseek_v3" else 2)) for name in SPARSE}
+
+
+@pytest.fixture(scope="session")
+def sparse_references(sparse_models: dict[str, str]) -> dict[str, Any]:
+    return run_ranks(1, families.references, folders=sparse_models)[0]
+
+
+@pytest.mark.parametrize("size", BY_WORLD)
+def test_families_equal_transformers(sparse_models: dict[str, str], sparse_references: dict[str, Any], size: int) -> None:
+    cases = [(name, strategy) for strategy in BY_WORLD[size] for name in LAYOUTS[strategy]]
+    jobs = [{"folder": sparse_models[name], "strategy": strategy, "split": 2 if "v2" in strategy else 1} for name, strategy in cases]
+    results = run_ranks(size, families.parities, jobs=jobs, timeout_s=300)
+    for number, (name, strategy) in enumerate(cases):
+        found = families.summary([rank[number] for rank in results], sparse_references[name])
+        families.check(found, f"{name} at {strategy}")
+
+
+def test_recomputation_changes_nothing(sparse_models: dict[str, str], sparse_references: dict[str, Any]) -> None:
+    name = "deepseek_v3"
+    changes: list[dict[str, Any]] = [
+        {"train": {"recompute": "selective"}},
+        {"train": {"recompute": "full"}},
+    ]
+    jobs = [{"folder": sparse_models[name], "strategy": "megatron:d2e2"} | change for change in changes]
+    results = run_ranks(2, families.parities, jobs=jobs)
+    for number, change in enumerate(changes):
+        families.check(families.summary([rank[number] for rank in results], sparse_references[name]), str(change))
+
+
+def test_every_knob_of_the_router_changes_something(sparse_models: dict[str, str]) -> None:
+    job = {"folder": sparse_models["deepseek_v3"], "strategy": "megatron:d1"}
+    knobs: list[dict[str, Any]] = [
+        {},
+        {"router": {"aux_loss_coef": 0.1}},
+        {"router": {"z_loss_coef": 0.1}},
+        {"router": {"expert_bias_update_rate": 0.01}},
+        {"router": {"expert_bias_update_rate": 0.01}, "loss": "nan"},
+        {"router": {"expert_bias_update_rate": 0.01}, "train": {"recompute": "full"}},
+        {"dtype": "bf16"},
+        {"dtype": "bf16", "router": {"fp32": False}},
+    ]
+    (results,) = run_ranks(1, families.updates, jobs=[job | knob for knob in knobs])
+    plain, aux, z_loss, moved, broken, recomputed, fp32, half = results
+    assert aux["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-4)
+    assert z_loss["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-4)
+    assert fp32["grad_norm"] != half["grad_norm"]
+    for name, before in plain["before"].items():
+        assert np.array_equal(plain["after"][name], before), "a bias stays as loaded unless the recipe moves it"
+        steps = moved["after"][name] - before
+        np.testing.assert_allclose(np.abs(steps)[steps != 0], 0.01, rtol=1e-4)
+        assert (steps > 0).any() and (steps < 0).any(), "some experts had more tokens than the mean, some fewer"
+        assert np.array_equal(recomputed["after"][name], moved["after"][name]), "a second forward pass counts no token twice"
+        assert np.array_equal(broken["after"][name], before), "an update that is skipped moves nothing"
+    assert broken["skipped"]
+
+
+def test_load_is_counted_once_whatever_the_layout(sparse_models: dict[str, str]) -> None:
+    folder = sparse_models["deepseek_v3"]
+    (counts,) = run_ranks(1, families.loads, folder=folder)
+    relative = np.array(counts) / np.mean(counts, axis=1, keepdims=True)
+    expected = {
+        "router/load_max": relative.max(axis=1).mean(),
+        "router/load_worst": relative.max(),
+        "router/load_min": relative.min(),
+        "router/idle": (relative == 0).mean(),
+    }
+    first = None
+    for strategies in (["megatron:d1"], ["megatron:d2e2", "megatron:d1p2", "megatron:d1t2", "megatron:d1c2"]):
+        jobs = [{"folder": folder, "strategy": s, "router": {"expert_bias_update_rate": 0.01}} for s in strategies]
+        results = run_ranks(parse(strategies[0]).world_size, families.updates, jobs=jobs)
+        for number, strategy in enumerate(strategies):
+            reported = [rank[number]["metrics"] for rank in results if rank[number]["metrics"]]
+            assert reported, strategy
+            for metrics in reported:
+                assert metrics == pytest.approx(expected), strategy
+            after = {name: bias for rank in results for name, bias in rank[number]["after"].items()}
+            first = first or after
+            assert after.keys() == first.keys()
+            assert all(np.array_equal(after[name], first[name]) for name in first), f"{strategy}: biases differ"
+
+
+def test_knobs_without_effect_are_refused(sparse_models: dict[str, str], tmp_path: Path) -> None:
+    dense = str(tiny_model(tmp_path, "llama"))
+    jobs = [
+        {"folder": sparse_models["mixtral"], "strategy": "megatron:d1", "router": {"expert_bias_update_rate": 0.1}},
+        {"folder": dense, "strategy": "megatron:d1", "router": {"aux_loss_coef": 0.1}},
+        {"folder": dense, "strategy": "megatron:d1", "router": {"z_loss_coef": 0.1}},
+    ]
+    (lines,) = run_ranks(1, families.refusals, jobs=jobs)
+    assert "the model's router has no correction bias" in lines[0]
+    assert lines[1] == "router.aux_loss_coef is 0.1, but the model has no experts; set it to 0"
+    assert lines[2].startswith("router.z_loss_coef is 0.1, but the model has no experts")
