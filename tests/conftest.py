@@ -8,5 +8,6 @@ from hypothesis import settings
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
-# A shell starts background jobs with Ctrl-C ignored, and Python then never raises KeyboardInterrupt; the tests send it on purpose.
+# A shell starts background jobs with Ctrl-C ignored, and nohup what hangs up; the tests send both signals on purpose.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
