@@ -103,8 +103,9 @@ def save_ours(rank: int, world_size: int, *, place: str) -> Any:
 
 
 def load_ours(rank: int, world_size: int, *, place: str) -> Any:
-    from areal_mega.checkpoint.megatron_state import load_state
+    from areal_mega.checkpoint.megatron_state import check_state, load_state
 
+    assert check_state(place).keys() == whole_tensors().keys() - {"glu"} | {"count", "glu.a", "glu.b"}
     loaded = load_state(state_of(rank, world_size, fill=False), place)
     check_loaded(loaded, rank, world_size)
     return loaded["model"]["factory"]
@@ -147,14 +148,11 @@ def files_of(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_our_functions_save_once_and_load_resharded(world: int, tmp_path: Path) -> None:
-    from areal_mega.checkpoint.megatron_state import check_state
-
     place = tmp_path / "ck"
     run_ranks(world, save_ours, place=str(place))
     assert {"arrays/norm/c/0", "arrays/experts.weight/c/3/0/0", "arrays/count/c", f"arrays/column.weight/c/{world - 1}/0"} <= files_of(
         place
     )
-    assert check_state(place).keys() == whole_tensors().keys() - {"glu"} | {"count", "glu.a", "glu.b"}
     assert not any(name.endswith((".pt", ".distcp")) for name in files_of(place)), "nothing of ours is pickled"
     glued = run_ranks(1, load_ours, place=str(place))[0]
     halves = [part.chunk(2) for part in whole_tensors()["glu"].chunk(world)]

@@ -39,7 +39,16 @@ def imported(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["train", "--help"], ["config", "show", "--help"], ["doctor", "--help"], ["report", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["config", "show", "--help"],
+        ["doctor", "--help"],
+        ["report", "--help"],
+        ["convert", "to-hf", "--help"],
+    ],
 )
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     found = imported(f"sys.argv = {['areal-mega', *arguments]!r}; from areal_mega.cli.main import main; main()")
