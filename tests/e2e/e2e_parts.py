@@ -12,10 +12,6 @@ def digits_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> dict[
     return {"reward": sum(c in "02468" for c in completion) / max(1, len(completion)), "length": float(len(completion))}
 
 
-def failing_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    raise KeyError("no such column")
-
-
 def hanging_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     time.sleep(3600)
     return 0.0
