@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count, switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
@@ -29,6 +31,7 @@ def prepare_routers(chunks: Sequence[nn.Module], group_score_experts: int | None
         group_score_experts: under group-limited routing, experts whose scores add up to their group's.
     """
     for router in routers(chunks):
+        router._apply_aux_loss = MethodType(_balancing_loss, router)
         if router.expert_bias is not None:
             router._maintain_float32_expert_bias()
             # The bias moves by ``ExpertLoad`` alone: Megatron-Core counts padding, counts in bf16, and moves it in steps that are skipped.
@@ -36,6 +39,32 @@ def prepare_routers(chunks: Sequence[nn.Module], group_score_experts: int | None
             router.frozen_expert_bias = True
         if group_score_experts is not None:
             router.router_replay = GroupScores(group_score_experts)
+
+
+def _balancing_loss(router: TopKRouter, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:
+    """``TopKRouter._apply_aux_loss`` for micro-batches with padding.
+
+    Megatron-Core divides by the tokens of the micro-batch, and one that only fills the pipeline has none: nan. It also weighs each
+    rank's part by the rank's own tokens, although padding is not spread evenly over them.
+    """
+    coefficient = router.get_aux_loss_coeff("aux_loss")
+    if coefficient == 0:
+        return probs
+    group = router.tp_cp_group
+    tokens_e, _, tokens = get_tokens_per_expert_and_token_count(
+        routing_map=routing_map, reduce_group=group, topk=router.topk, with_padding_mask=with_padding_mask
+    )
+    loss = switch_load_balancing_loss_func(
+        probs=scores,
+        tokens_per_expert=tokens_e,
+        total_num_tokens=torch.as_tensor(tokens).clamp_min(1),
+        topk=router.topk,
+        num_experts=router.config.num_moe_experts,
+        moe_aux_loss_coeff=coefficient,
+    )
+    return router.attach_and_log_load_balancing_loss(
+        probs, coefficient, loss, "load_balancing_loss", group, valid_token_count=tokens / group.size()
+    )
 
 
 class GroupScores:

@@ -119,6 +119,16 @@ def test_router_losses_are_means_over_tokens(moe_folder: str, strategy: str) -> 
     assert z_only[0] != pytest.approx(without["grad_norm"][0], rel=1e-4)
 
 
+@pytest.mark.parametrize("strategy", ["megatron:d2e2", "megatron:d1t2"])
+def test_the_balancing_loss_counts_no_padding(moe_folder: str, strategy: str) -> None:
+    # 113 tokens: under TP one of them is padding; under DP the second rank has nothing but padding.
+    whole: Any = {"router": {"aux_loss_coef": 0.1}, "split": [list(range(8))]}
+    (alone,), split = train(moe_folder, "megatron:d1", **whole), train(moe_folder, strategy, **whole)
+    for result in split:
+        assert not any(result["skipped"])
+        np.testing.assert_allclose(result["grad_norm"], alone["grad_norm"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("strategy", ["megatron:d1", "megatron:d2p2e2"])
 def test_a_gradient_that_is_not_finite_is_skipped(moe_folder: str, strategy: str) -> None:
     for result in run_ranks(parse(strategy).world_size, cases.broken_gradient, folder=moe_folder, strategy=strategy):
