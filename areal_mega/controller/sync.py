@@ -23,7 +23,6 @@ from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.core.metrics import Metrics
 from areal_mega.rollout.client import Capabilities, InferenceClient
 from areal_mega.rollout.continuation import parse_version
-from areal_mega.rpc.wire import listen_socket
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +77,8 @@ class WeightSync:
         if self._section.transport == "disk":
             return
         self._group = f"weights-{secrets.token_hex(4)}"
-        host, port = self._recipe.launch.host, _free_port(self._recipe.launch.host)
+        host = self._recipe.launch.host
+        port = (await self._train.call("sync_host", address=host))[0]
         world_size = 1 + len(self._servers) * self._replica_size
         joins = self._train.calls("sync_join", address=host, port=port, world_size=world_size, name=self._group)
         for rank, server in enumerate(self._servers):
@@ -236,9 +236,3 @@ class WeightSync:
 def _sent(answers: Mapping[str, Any]) -> dict[str, Any]:
     """The report of the train rank that sent; the others have none."""
     return next(report for report in answers.values() if report is not None)
-
-
-def _free_port(host: str) -> int:
-    with listen_socket(host, 0) as probe:
-        port: int = probe.getsockname()[1]
-    return port

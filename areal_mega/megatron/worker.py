@@ -30,6 +30,7 @@ from areal_mega.megatron.engine import MegatronEngine, ModelName, UpdateResult
 from areal_mega.megatron.packing import PackedBatch, unpack
 from areal_mega.parallel.balance import Microbatches, plan_microbatches
 from areal_mega.rpc.client import RpcClient
+from areal_mega.sync import GRACE_S
 from areal_mega.sync.sender import SendReport, WeightSender
 
 METHODS = (
@@ -39,15 +40,13 @@ METHODS = (
     "release",
     "warmup",
     "sync_plan",
+    "sync_host",
     "sync_join",
     "sync_broadcast",
     "sync_write",
     "sync_leave",
     "export",
 )
-
-_GRACE_S = 15.0
-"""A sending rank waits so much longer than the controller, which sees all members and can say which of them is silent."""
 
 
 class AsyncRunner(Protocol):
@@ -186,6 +185,10 @@ class TrainWorker:
         )
         return [{"names": b.names, "shapes": b.shapes, "dtype": b.dtype} for b in self._sender.buckets]
 
+    def sync_host(self, address: str) -> int:
+        """Listen for the weight-sync group's members; the port on rank 0, 0 elsewhere."""
+        return self._sending.host(address, self._recipe.sync.timeout_s)
+
     def sync_join(self, address: str, port: int, world_size: int, name: str) -> None:
         """Form the weight-sync group with every inference rank; blocks until all have come."""
         self._sending.join(
@@ -194,12 +197,12 @@ class TrainWorker:
             world_size=world_size,
             name=name,
             backend=self._engine.platform.backend,
-            timeout_s=self._recipe.sync.timeout_s + _GRACE_S,
+            timeout_s=self._recipe.sync.timeout_s + GRACE_S,
         )
 
     def sync_broadcast(self, version: int) -> dict[str, Any] | None:
         """Send all buckets over the group."""
-        return _report(self._sending.broadcast(version, self._recipe.sync.timeout_s + _GRACE_S))
+        return _report(self._sending.broadcast(version, self._recipe.sync.timeout_s + GRACE_S))
 
     def sync_write(self, version: int, folder: str) -> dict[str, Any] | None:
         """Write all weights as a HuggingFace folder."""

@@ -13,17 +13,34 @@ from typing import TYPE_CHECKING, Any
 from areal_mega.core.errors import DeadlineExceeded, UserError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store, TCPStore
 
 DEFAULT_NAME = "weight_update_group"
 """SGLang's own default name of the group."""
 
 
-def create_group(*, address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> ProcessGroup:
+def host_store(address: str, timeout_s: float) -> TCPStore:
+    """Listen at ``address`` on a port that the system chooses (``.port``): no other program can have taken it meanwhile."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(address, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def create_group(
+    *,
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    name: str,
+    backend: str,
+    timeout_s: float,
+    store: Store | None = None,
+) -> ProcessGroup:
     """Join the group ``name`` of ``world_size`` ranks; blocks until all have come.
 
     Args:
-        address, port: where rank 0 hosts the store; rank 0 must be able to listen there.
+        address, port: where rank 0 hosts the store; rank 0 must be able to listen there, or gives the ``store`` it hosts already.
         rank: 0 for the first sender, then the other senders, then inference ranks from their ``rank_offset``.
         backend: ``gloo`` or ``nccl``.
         timeout_s: deadline of the meeting, and of every collective on the group later.
@@ -45,7 +62,8 @@ def create_group(*, address: str, port: int, rank: int, world_size: int, name: s
     who = f"weight-sync group {name!r} at {address}:{port}: rank {rank} waited {timeout_s:g} s for {world_size} ranks"
     make: Any = c10d._new_process_group_helper  # the type of its group name differs between versions of torch
     try:
-        store, _, _ = next(c10d.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
+        if store is None:
+            store, _, _ = next(c10d.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
         group, _ = make(
             world_size,

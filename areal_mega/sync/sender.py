@@ -64,6 +64,16 @@ class WeightSender:
         wire = [WireSpec(spec.name, tuple(spec.shape), str(spec.dtype).removeprefix("torch.")) for spec in self._specs]
         self.buckets: tuple[Bucket, ...] = plan_buckets(wire, bucket_bytes)
         self._group: dist.ProcessGroup | None = None
+        self._store: dist.TCPStore | None = None
+
+    def host(self, address: str, timeout_s: float) -> int:
+        """Rank 0 listens for the weight-sync group's members, and says on which port; 0 elsewhere."""
+        if self._rank != 0:
+            return 0
+        from areal_mega.sync.group import host_store
+
+        self._store = host_store(address, timeout_s)
+        return int(self._store.port)
 
     def join(self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> None:
         """Create the weight-sync group; rank 0 of the train ranks is its rank 0 and hosts the store."""
@@ -72,7 +82,7 @@ class WeightSender:
         from areal_mega.sync.group import create_group
 
         self._group = create_group(
-            address=address, port=port, rank=0, world_size=world_size, name=name, backend=backend, timeout_s=timeout_s
+            address=address, port=port, rank=0, world_size=world_size, name=name, backend=backend, timeout_s=timeout_s, store=self._store
         )
 
     def leave(self) -> None:

@@ -27,6 +27,8 @@ BUCKETS = [
 ]
 REPORT = {"version": 0, "digest": "d", "nbytes": 28, "gather_s": 0.1, "digest_s": 0.2, "transfer_s": 0.3}
 
+PORT = 4711
+
 
 class Peer:
     """Does what ``faults[method]`` says: raise an exception, or hang on ``"hang"``."""
@@ -54,6 +56,8 @@ class FakeRank(Peer):
         await self.do(method, **kwargs)
         if method == "sync_plan":
             return BUCKETS
+        if method == "sync_host":
+            return PORT if self.name == "train rank 0" else 0
         if self.name != "train rank 0" or method not in ("sync_broadcast", "sync_write"):
             return None
         if method == "sync_write":
@@ -154,7 +158,7 @@ async def test_the_group_is_one_train_rank_and_every_server_rank_in_order(tmp_pa
     cast = Cast(tmp_path, replica_size=4)
     await cast.sync.connect()
     [join] = cast.ranks[0].arguments["sync_join"]
-    assert join["world_size"] == 9
+    assert (join["world_size"], join["port"]) == (9, PORT)
     joins = [server.arguments["init_group"][0] for server in cast.servers]
     assert [j["rank_offset"] for j in joins] == [1, 5]
     assert {(j["master_address"], j["master_port"], j["group_name"], j["world_size"]) for j in joins} == {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from areal_mega.core.errors import DeadlineExceeded, UserError
-from areal_mega.sync.group import create_group, destroy_group
+from areal_mega.sync.group import create_group, destroy_group, host_store
 
 
 def free_port() -> int:
@@ -18,13 +18,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def sums_in_both_groups(rank: int, world_size: int, *, port: int) -> dict[str, object]:
+def sums_in_both_groups(rank: int, world_size: int) -> dict[str, object]:
     """Ranks 1 and 2 of the default group of three form a sync group in reverse order, twice, beside it."""
     out: dict[str, object] = {}
     for turn in range(2):
+        store = host_store("127.0.0.1", 60) if rank == 2 else None
+        ports = [0, 0, 0]
+        dist.all_gather_object(ports, store.port if store else 0)
         if rank > 0:
             group = create_group(
-                address="127.0.0.1", port=port + turn, rank=2 - rank, world_size=2, name=f"weights-{turn}", backend="gloo", timeout_s=60
+                address="127.0.0.1",
+                port=ports[2],
+                rank=2 - rank,
+                world_size=2,
+                name=f"weights-{turn}",
+                backend="gloo",
+                timeout_s=60,
+                store=store,
             )
             tensor = torch.arange(5.0) if rank == 2 else torch.zeros(5)
             dist.broadcast(tensor, src=0, group=group)
@@ -38,7 +48,7 @@ def sums_in_both_groups(rank: int, world_size: int, *, port: int) -> dict[str, o
 
 
 def test_beside_a_default_group() -> None:
-    results = run_ranks(3, sums_in_both_groups, port=free_port())
+    results = run_ranks(3, sums_in_both_groups)
     for result in results:
         assert result["default"].tolist() == [3.0]
     for result in results[1:]:
