@@ -93,6 +93,7 @@ class InferenceClient:
         self._timeout_s, self._retries = timeout_s, retries
         self._session: aiohttp.ClientSession | None = None
         self._sessions_known: bool | None = None
+        self._spans = True
         self._paused: PauseMode | None = None
         self._aborts = 0
         self._version = 0
@@ -149,7 +150,6 @@ class InferenceClient:
     async def _generate_once(self, pending: Sequence[Partial]) -> list[dict[str, Any]]:
         """One answer per sample; validated whole, so that a bad answer is asked for again and nothing of it kept."""
         for attempt in range(self._retries + 1):
-            version = self._version
             body = {
                 "input_ids": [p.context for p in pending],
                 "sampling_params": [p.sampling_params() for p in pending],
@@ -157,6 +157,9 @@ class InferenceClient:
                 "return_logprob": True,
             }
             try:
+                if not self._spans:
+                    await self.model_info()  # others change the weights: the answer will not say under which ones it began
+                version = self._version
                 answer = await self._request("POST", "/generate", body)
                 answers = answer if isinstance(answer, list) else [answer]
                 if len(answers) != len(pending):
@@ -213,13 +216,14 @@ class InferenceClient:
         server = await self._request("GET", "/server_info", fallback="/get_server_info")
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True}
         sample = await self._request("POST", "/generate", body, timeout_s=_PROBE_S)
+        self._spans = "weight_versions" in sample["meta_info"]
         return Capabilities(
             engine=str(server.get("engine", "sglang")),
             version=str(server.get("version", "unknown")),
             weight_version=str(info["weight_version"]),
             max_context=server.get("context_length"),
             update_sessions=await self._has_sessions(),
-            version_spans="weight_versions" in sample["meta_info"],
+            version_spans=self._spans,
             hf_digests=bool(server.get("hf_digests", False)),
             routed_experts=bool(server.get("enable_return_routed_experts", False)),
         )

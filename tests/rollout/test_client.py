@@ -29,6 +29,8 @@ class Scripted:
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[tuple[str, Any]] = []
         self.url = ""
+        self.version = ""
+        """What it reports, where it is no recorded server but an old one."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
@@ -39,6 +41,8 @@ class Scripted:
 
     async def other(self, request: web.Request) -> web.Response:
         self.calls.append((request.path, await request.json() if request.can_read_body else None))
+        if request.path in ("/model_info", "/server_info") and self.version:
+            return web.json_response({"weight_version": self.version})
         for exchange in RECORDED:
             if (exchange["method"], exchange["path"], exchange["status"]) == (request.method, request.path, 200):
                 return web.json_response(exchange["answer"]) if "answer" in exchange else web.Response(text=exchange["text"])
@@ -220,6 +224,17 @@ async def test_servers_without_spans_give_the_older_version() -> None:
         client._version = 7
         [generation] = await client.generate([GenerateRequest(input_ids=(1,), max_new_tokens=2)])
     assert generation.versions == (7, 7)
+
+
+async def test_servers_without_spans_are_asked_for_their_version_before_each_request() -> None:
+    answer = one([5, 6], version="8")
+    del answer["meta_info"]["weight_versions"]
+    async with scripted(lambda body: answer, always(answer)) as (server, client):
+        server.version = "0"
+        assert not (await client.probe()).version_spans
+        server.version = "8"  # somebody else's sync
+        [generation] = await client.generate([GenerateRequest(input_ids=(1,), max_new_tokens=2)])
+    assert generation.versions == (8, 8)
 
 
 async def test_recorded_sglang_answers_are_understood() -> None:
