@@ -35,6 +35,7 @@ from areal_mega.rollout.client import InferenceClient
 from areal_mega.rollout.staleness import StalenessControl
 from areal_mega.rpc.client import RpcClient
 from areal_mega.rpc.wire import format_address, listen_socket
+from areal_mega.sync import GRACE_S
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,8 @@ class Cluster:
         train_keys = [("train", rank) for rank in range(self._train.world_size)]
         rollout_keys = [("rollout", rank) for rank in range(self._rollout.dp)]
         deadline_s = recipe.launch.startup_timeout_s
-        servers = [InferenceClient(url, timeout_s=recipe.rollout.request_timeout_s, retries=recipe.rollout.request_retries) for url in urls]
+        # These carry weights and no generation: a sync's own deadline, which names who is missing, comes first.
+        servers = [InferenceClient(url, timeout_s=recipe.sync.timeout_s + GRACE_S, retries=0) for url in urls]
         for server in servers:
             stack.push_async_callback(server.close)
         # Servers first: a rollout worker connects to a healthy one.
@@ -209,7 +211,8 @@ def cost_model(hf_config: dict[str, Any]) -> CostModel:
     attention = heads * (hf_config.get("head_dim") or hidden // heads)
     kv = attention * (hf_config.get("num_key_value_heads") or heads) // heads
     experts = hf_config.get("num_experts_per_tok")
-    width = hf_config["moe_intermediate_size"] * experts if experts else hf_config["intermediate_size"]
+    each = hf_config.get("moe_intermediate_size") or hf_config["intermediate_size"]
+    width = each * experts if experts else hf_config["intermediate_size"]
     active = hidden * (2 * attention + 2 * kv) + 3 * hidden * width
     return CostModel(attention=attention / active)
 

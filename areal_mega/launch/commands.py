@@ -14,6 +14,7 @@ from areal_mega.core.errors import UserError
 from areal_mega.launch.local import ProcessSpec
 from areal_mega.launch.rundir import RunDir
 from areal_mega.parallel.strategy import ParallelStrategy
+from areal_mega.sync import GRACE_S
 
 Device = Literal["cpu", "cuda"]
 
@@ -132,7 +133,8 @@ def _sglang_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, de
 
 
 def _embedded_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, device: Device) -> list[str]:
-    return [*_OUR_PYTHON, "areal_mega.serving", model_path, f"--dtype={_DTYPES[recipe.rollout.dtype]}"]
+    timeout_s = recipe.sync.timeout_s + GRACE_S
+    return [*_OUR_PYTHON, "areal_mega.serving", model_path, f"--dtype={_DTYPES[recipe.rollout.dtype]}", f"--dist-timeout={timeout_s:g}"]
 
 
 _SERVERS = {"sglang": _sglang_argv, "embedded": _embedded_argv}

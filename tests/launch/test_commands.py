@@ -68,7 +68,7 @@ def test_sglang_on_a_cpu() -> None:
 def test_the_embedded_server() -> None:
     spec = server("embedded:d2", device="cpu", gpus=(), server_args=["--context-length=512"])
     assert list(spec.argv) == [
-        *(sys.executable, "-P", "-m", "areal_mega.serving", "/models/m", "--dtype=bfloat16"),
+        *(sys.executable, "-P", "-m", "areal_mega.serving", "/models/m", "--dtype=bfloat16", "--dist-timeout=615"),
         *("--host=127.0.0.1", "--port=8000", "--context-length=512"),
     ]
 
