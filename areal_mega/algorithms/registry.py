@@ -99,7 +99,13 @@ DEFAULT_FLOOR: dict[CorrectionRule, float] = {"mis": 0.5}
 
 
 def resolve_algorithm(
-    section: AlgorithmSection, *, max_staleness: int, minibatches: int, has_reference: bool, group_size: int | None = None
+    section: AlgorithmSection,
+    *,
+    max_staleness: int,
+    minibatches: int,
+    has_reference: bool,
+    group_size: int | None = None,
+    sync_every: int = 1,
 ) -> Algorithm:
     """Fill in the named algorithm, apply the recipe's overrides, refuse contradictions.
 
@@ -109,6 +115,7 @@ def resolve_algorithm(
         minibatches: optimizer updates per train step.
         has_reference: ``model.reference_path`` is set.
         group_size: ``rollout.group_size`` where known: groups of one are then refused here rather than at the first step.
+        sync_every: train steps between weight syncs; above 1 the policy leaves the servers' behind within one version.
 
     Raises:
         UserError: unknown name or piece, or pieces that contradict each other or the rest of the recipe.
@@ -147,6 +154,11 @@ def resolve_algorithm(
             f"algorithm.correction is not chosen and staleness.max_staleness is {max_staleness}: tokens will be older than the policy "
             f"that trains on them; set algorithm.correction to {_listing(get_args(CorrectionRule))}, or staleness.max_staleness to 0"
         )
+    if sync_every > 1 and section.correction is None and preset.correction is None:
+        raise UserError(
+            f"algorithm.correction is not chosen and sync.every_steps is {sync_every}: the policy will have been trained since the servers "
+            f"got its weights; set algorithm.correction to {_listing(get_args(CorrectionRule))}, or sync.every_steps to 1"
+        )
     _check_ratio(algorithm)
     _check_correction(algorithm)
     _check_kl(algorithm, has_reference)
@@ -166,6 +178,7 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
         minibatches=recipe.train.minibatches,
         has_reference=recipe.model.reference_path is not None,
         group_size=recipe.rollout.group_size,
+        sync_every=recipe.sync.every_steps,
     )
 
 

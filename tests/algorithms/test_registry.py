@@ -13,7 +13,13 @@ from areal_mega.core.errors import UserError
 
 
 def resolve(
-    *, max_staleness: int = 0, minibatches: int = 1, has_reference: bool = False, group_size: int | None = None, **section
+    *,
+    max_staleness: int = 0,
+    minibatches: int = 1,
+    has_reference: bool = False,
+    group_size: int | None = None,
+    sync_every: int = 1,
+    **section,
 ) -> Algorithm:
     return resolve_algorithm(
         AlgorithmSection(**section),
@@ -21,6 +27,7 @@ def resolve(
         minibatches=minibatches,
         has_reference=has_reference,
         group_size=group_size,
+        sync_every=sync_every,
     )
 
 
@@ -55,6 +62,12 @@ def test_asynchronous_training_takes_any_explicit_correction(correction: str) ->
 def test_asynchronous_training_without_a_choice_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=r"algorithm.correction is not chosen and staleness.max_staleness is 1.*decoupled, tis or mis"):
         resolve(name=name, max_staleness=1)
+
+
+def test_rare_syncs_without_a_choice_are_refused() -> None:
+    with pytest.raises(UserError, match=r"algorithm.correction is not chosen and sync.every_steps is 2.*or sync.every_steps to 1"):
+        resolve(sync_every=2)
+    assert resolve(sync_every=2, correction="tis").correction == "tis"
 
 
 def test_a_pass_for_proximal_logprobs_only_where_one_is_needed() -> None:
