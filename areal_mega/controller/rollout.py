@@ -97,7 +97,7 @@ class RolloutController:
         """Wait for ``groups`` finished groups that survive the staleness bound, oldest submission first (hops 1 to 4).
 
         Raises:
-            RolloutFailed: prompt after prompt ends without a usable group.
+            RolloutFailed: prompt after prompt ends without a usable group, or with one that is too old.
             DeadlineExceeded: no episode finished within ``launch.rpc_timeout_s``; names the longest running.
         """
         kept: list[Group] = []
@@ -119,6 +119,7 @@ class RolloutController:
             ages.update(bounded.ages)
             stale_tokens, dropped = stale_tokens + bounded.stale_tokens, dropped + bounded.dropped_samples
             refilled += len(again)
+            self._check_refills(refilled)
             await self._refill(again)
         self._wanted = 0
         self._staleness.on_consumed(len(kept))
@@ -244,6 +245,15 @@ class RolloutController:
             raise RolloutFailed(
                 f"{self._since_accepted} prompts in a row gave no group to train on (since the start: {counts}); "
                 f"the last: {self._last_reason}"
+            )
+
+    def _check_refills(self, refilled: int) -> None:
+        """What is under way may be too old; what is generated while the trainer waits cannot be, unless its versions are wrong."""
+        bound = self._staleness.max_staleness
+        if refilled >= max(_HOPELESS * (bound + 1) * self._staleness.batch_size, _HOPELESS_LEAST):
+            raise RolloutFailed(
+                f"{refilled} groups in a row were beyond staleness.max_staleness={bound} at version {self._version}, although the trainer "
+                "waited for them: do the servers report the versions of their weights?"
             )
 
     async def _stalled(self) -> DeadlineExceeded:

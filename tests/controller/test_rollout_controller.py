@@ -190,6 +190,17 @@ async def test_a_group_of_which_the_bound_left_one_member_is_generated_again() -
 # --- what goes wrong
 
 
+async def test_servers_that_never_report_the_new_version_end_the_run() -> None:
+    async with World(batch=1, eta=0) as world:
+        await world.advance()
+        worker = world.workers[0]
+        worker.version = 0
+        worker.automatic = lambda _: asyncio.ensure_future(worker.finish(-1)) and None
+        await worker.finish()
+        with pytest.raises(RolloutFailed, match=r"groups in a row were beyond staleness.max_staleness=0 at version 1.*report the versions"):
+            await batch_of(world)
+
+
 async def test_rejected_and_failed_prompts_are_counted_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
     async with World(batch=2, eta=0) as world:
         wanted = asyncio.create_task(batch_of(world))
