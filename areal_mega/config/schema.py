@@ -199,7 +199,9 @@ class LaunchSection(Section):
     slots: PositiveInt | None = leaf(None, "GPUs (or CPU slots) of this machine; none: all GPUs, or as many CPU slots as ranks")
     host: str = leaf("127.0.0.1", "Address that this machine's processes listen on")
     startup_timeout_s: PositiveFloat = leaf(600.0, "Every process must be ready within", "s")
-    rpc_timeout_s: PositiveFloat = leaf(1800.0, "Longest single call to a worker (one train step of one rank)", "s")
+    rpc_timeout_s: PositiveFloat = leaf(
+        1800.0, "Longest single call to a worker (one train step of one rank), and longest time without any finished episode", "s"
+    )
     shutdown_timeout_s: PositiveFloat = leaf(20.0, "Processes that ignore SIGTERM are killed after", "s")
     threads: PositiveInt = leaf(1, "OMP_NUM_THREADS of every process on a CPU")
     train_cpus: list[int] = leaf([], "Pin train ranks to these cores (benchmarks); empty: not pinned")
