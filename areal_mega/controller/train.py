@@ -57,6 +57,8 @@ class TrainController:
         scored = time.perf_counter()
         parts: list[Metrics] = []
         for number, minibatch in enumerate(batch.minibatches):
+            if not any(batch.trained_tokens[i] for i in minibatch.samples):
+                continue  # nothing to learn from, and Adam would go on by its momentum
             chosen = {i: advantages[i] for i in minibatch.samples}, {i: weights[i] for i in minibatch.samples}
             parts.append(_reduce(await self.call("update", minibatch=number, advantages=chosen[0], weights=chosen[1], step=step)))
         updated = time.perf_counter()
