@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,7 @@ def training(tmp_path: Path) -> Iterator[Running]:
 @pytest.mark.parametrize("role", ["train", "rollout", "server"])
 def test_a_killed_process_ends_the_run_and_is_named(training: Running, role: str) -> None:
     os.kill(training.worker(role), signal.SIGKILL)
-    killed = time.monotonic()
-    run = training.finish(timeout_s=60.0)
-    assert time.monotonic() - killed < 30
+    run = training.finish(timeout_s=30.0)
     training.until_gone(1.0)
     assert run.code == 1
     first, *last_lines = run.err.splitlines()
