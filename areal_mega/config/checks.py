@@ -173,6 +173,11 @@ def _schedules(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) ->
         )
     if r.eval.every_steps and r.data.valid is None:
         yield f"eval.every_steps is {r.eval.every_steps} but data.valid is not set: nothing to evaluate on; set it or use 0"
+    if r.eval.every_steps % r.sync.every_steps:
+        yield (
+            f"eval.every_steps {r.eval.every_steps} is not a multiple of sync.every_steps {r.sync.every_steps}: the servers would be "
+            f"evaluated with weights of an earlier step; use {-(-r.eval.every_steps // r.sync.every_steps) * r.sync.every_steps}"
+        )
     if r.sync.timeout_s > r.launch.rpc_timeout_s:
         yield (
             f"sync.timeout_s {r.sync.timeout_s:g} exceeds launch.rpc_timeout_s {r.launch.rpc_timeout_s:g}: the call that syncs would be "

@@ -43,25 +43,31 @@ Device = Literal["cpu", "cuda"]
 
 
 class Cluster:
-    """Every process of a run but this one.
+    """Every process of a run but this one. ``recipe`` is the run's, with the device decided.
 
     Raises:
         UserError: model, strategies and machine do not fit together.
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+        self._device = find_device(recipe.launch.device)
+        # Decided once, here: a train rank that found another device would wait for a communicator of another kind.
+        decided = recipe.launch.model_copy(update={"device": self._device})
+        self._recipe: Recipe = recipe.model_copy(update={"launch": decided})
         self._algorithm = algorithm_of(recipe)
         self._hf_config = load_hf_config(recipe.model.path)
         if recipe.model.reference_path is not None:
             load_hf_config(recipe.model.reference_path)
-        self._device = find_device(recipe.launch.device)
         self._train, self._rollout = parse(recipe.train.strategy), parse(recipe.rollout.strategy)
         check_layout(self._hf_config, self._train)
         listen_socket(recipe.launch.host, 0).close()
         self._placement = place(self._train, self._rollout, recipe.launch.slots, self._device)
         self._launcher: LocalLauncher | None = None
         self._listener: asyncio.Task[None] | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._recipe
 
     @asynccontextmanager
     async def running(self, run_dir: RunDir, stream: PromptStream, valid: Sequence[Prompt], observer: Observer) -> AsyncIterator[Run]:
@@ -156,6 +162,8 @@ class Cluster:
         )
         capabilities = await gather_all(server.probe() for server in servers)
         observer.note(f"inference servers: {', '.join(f'{c.engine} {c.version}' for c in capabilities)}")
+        if not all(c.hf_digests for c in capabilities):
+            observer.note("weight sync is verified by version alone: not every server reports digests of its weights")
         train = TrainController([clients[key] for key in train_keys], RankLayout(self._train), recipe, self._algorithm)
         # Between two syncs sync.every_steps batches are consumed under one version.
         staleness = StalenessControl(recipe.train.batch_size * recipe.sync.every_steps, recipe.staleness.max_staleness)

@@ -153,6 +153,7 @@ class Run:
             "eval/accuracy": accuracy,
             "rollout/eval_prompts": m.total(len(results)),
             "rollout/eval_failed_prompts": m.total(len(failed)),
+            "rollout/eval_dropped_samples": m.total(sum(sum(result.dropped.values()) for result in results)),
             "time/eval": m.total(time.perf_counter() - clock),
         }
         self._metrics.append(measured | score_metrics("eval", samples, measured))

@@ -92,6 +92,7 @@ class Trainer:
         if valid is None and recipe.data.valid is not None:
             valid = load_rows(recipe.data.valid)
         cluster = Cluster(recipe)
+        recipe = cluster.recipe
         tokenizer = load_tokenizer(recipe.model.path)
         rows, skipped = _fitting(recipe, tokenizer, rows)
         valid, valid_skipped = _fitting(recipe, tokenizer, valid) if valid else ([], 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import queue
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from areal_mega.observe.console import ConsoleSink
 from areal_mega.observe.jsonl import JsonlSink
 from areal_mega.observe.mlflow_sink import MlflowSink, RunStatus, local_store_uri
 from areal_mega.observe.record import StepRecord
+
+log = logging.getLogger(__name__)
 
 PROVENANCE_FILE = "provenance.json"
 _TAGS = ("algorithm.name", "model.path", "train.strategy", "rollout.strategy", "run.seed")
@@ -87,6 +90,11 @@ class Observer:
                 from areal_mega.observe.report import write_report
 
                 report = write_report(self._run_dir)
+        except Exception as error:
+            # Of a run that failed, the failure is the news; one that failed before its first step has nothing to show at all.
+            if status == "FINISHED":
+                raise
+            log.warning("no report: %s", error)
         finally:
             left_over = self._mlflow.close(status) if self._mlflow is not None else None
             self._show_notes()

@@ -14,7 +14,7 @@ from typing import Protocol
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4}
 
 # Servers fuse these on load, so they must arrive in one update: projections of one attention, and of one MLP or expert.
-_FUSED = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj|q_a_proj|kv_a_proj_with_mqa)\.(weight|bias)$")
+_FUSED = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj|q_a_proj|kv_a_proj_with_mqa|w1|w3)\.(weight|bias)$")
 
 
 class TensorSpec(Protocol):

@@ -29,6 +29,11 @@ CONTRADICTIONS = [
     (["rollout.top_k=0"], ["rollout.top_k"], "use -1"),
     (["eval.samples=4"], ["eval.samples", "eval.temperature"], "same greedy answer 4 times"),
     (["eval.every_steps=1"], ["eval.every_steps", "data.valid"], "nothing to evaluate on"),
+    (
+        ["eval.every_steps=10", "sync.every_steps=3", "data.valid={loader: arithmetic}"],
+        ["eval.every_steps", "sync.every_steps"],
+        "weights of an earlier step; use 12",
+    ),
     (["train.optimizer.min_lr=1", "train.optimizer.schedule=cosine"], ["train.optimizer.min_lr", "train.optimizer.lr"], "decay goes down"),
     (["train.optimizer.min_lr=1e-7"], ["train.optimizer.min_lr", "train.optimizer.schedule"], "never reached"),
     (["train.optimizer.warmup_steps=4"], ["train.optimizer.warmup_steps", "run.steps"], "use at most 3"),

@@ -118,3 +118,10 @@ def test_a_run_that_ends_leaves_its_report(tmp_path: Path) -> None:
     observer.log(1, {"reward/mean": last(1)})
     assert observer.close() == tmp_path / "report.html"
     assert observer.close() is None
+
+
+def test_a_run_that_fails_before_its_first_step_shows_its_own_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KeyboardInterrupt), Observer(QUIET.model_copy(update={"report": True}), tmp_path, fabricate.RECIPE):
+        raise KeyboardInterrupt
+    assert not (tmp_path / "report.html").exists()
+    assert "no report: " in caplog.text
