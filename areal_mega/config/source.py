@@ -172,10 +172,12 @@ def _entry(node: yaml.Node, loader: _Loader, origin_at: Any) -> Entry:
 
 
 def merge(base: Entry, over: Entry) -> Entry:
-    """``over`` laid on ``base``: mappings merge key by key, anything else replaces."""
+    """``over`` laid on ``base``: mappings merge key by key, anything else replaces. What a loader takes goes with the loader."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     merged = dict(base.value)
+    if "loader" in over.value and "loader" in merged and over.value["loader"].value != merged["loader"].value:
+        merged.pop("kwargs", None)
     for key, entry in over.value.items():
         merged[key] = merge(merged[key], entry) if key in merged else entry
     return Entry(merged, over.origin)

@@ -63,6 +63,15 @@ def test_files_overrides_and_defaults_each_say_so(tmp_path: Path) -> None:
     assert set(origins) == {leaf.path for leaf in leaves(r)}
 
 
+def test_another_loader_takes_none_of_the_old_ones_arguments(tmp_path: Path) -> None:
+    written(tmp_path / "base.yaml", MINIMAL + "data:\n  train: {loader: arithmetic, limit: 9, kwargs: {high: 49}}\n")
+    other = written(tmp_path / "other.yaml", "extends: base.yaml\ndata:\n  train: {loader: my.module:rows}\n")
+    same = written(tmp_path / "same.yaml", "extends: base.yaml\ndata:\n  train: {loader: arithmetic, kwargs: {digits: 2}}\n")
+    assert load_recipe(other).data.train.kwargs == {}
+    assert load_recipe(other).data.train.limit == 9
+    assert load_recipe(same).data.train.kwargs == {"high": 49, "digits": 2}
+
+
 def test_an_override_replaces_a_mapping_and_a_longer_one_sets_a_key_of_it(tmp_path: Path) -> None:
     path = written(tmp_path / "recipe.yaml", MINIMAL + "reward:\n  kwargs: {tolerance: 1e-3, strict: false}\n")
     assert load_with_provenance(path, ["reward.kwargs={}"]).recipe.reward.kwargs == {}

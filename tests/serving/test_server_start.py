@@ -55,9 +55,7 @@ def test_flags_that_make_no_server(folder: Path) -> None:
 def test_folders_that_hold_no_model(folder: Path, tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     refuses("model folder .*/nope does not exist", str(tmp_path / "nope"))
-    refuses(
-        "'gpt9' is not supported; supported: llama, qwen2, qwen3, qwen3_moe", str(copied(folder, tmp_path / "a", {"model_type": "gpt9"}))
-    )
+    refuses("'gpt9' is not supported; supported: .*llama", str(copied(folder, tmp_path / "a", {"model_type": "gpt9"})))
     refuses("hidden_act='gelu' cannot be honoured", str(copied(folder, tmp_path / "b", {"hidden_act": "gelu"})))
     refuses("quantised checkpoints are not served", str(copied(folder, tmp_path / "c", {"quantization_config": {"bits": 4}})))
     lacking = {k: v for k, v in weights.items() if k != "model.norm.weight"}
