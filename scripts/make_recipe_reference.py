@@ -35,8 +35,8 @@ Every setting of a recipe. This page is generated from [`areal_mega/config/schem
 - A recipe is a YAML file of the sections below. Only `run.name`, `run.steps` and `model.path` must be given.
 - `extends: base.yaml` lays this recipe on another one. A list of names is legal: the last one wins. Paths are relative to the recipe.
 - `section.key=value` on the command line overrides a setting. The value is YAML.
-- Mappings merge key by key from file to file, `kwargs` too; a dataset's other `loader` drops the `kwargs` of the old one. On the command line
-  `kwargs={…}` replaces the whole and `kwargs.key=value` sets one key.
+- Mappings merge key by key from file to file, `kwargs` too; a dataset's other `loader` drops the `kwargs` of the old one. On the command
+  line `kwargs={…}` replaces the whole and `kwargs.key=value` sets one key.
 - YAML is read by the rules of version 1.2: `1e-6` is a number; `yes`, `no`, `on` and `off` are text.
 - An unknown key, a wrong type, or two settings that contradict each other end the program with one line and exit code 2.
 - `areal-mega config show RECIPE --explain` prints every setting with its value, its unit, where the value came from, and this help.
