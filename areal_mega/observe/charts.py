@@ -95,7 +95,7 @@ def evaluation(records: Records) -> str | None:
 
 
 def staleness(records: Records) -> str | None:
-    """Share of trained tokens by age, stacked, one bar per step."""
+    """Share of the batch's generated tokens by age, stacked, one bar per step; those beyond the bound included."""
     rows = [(r.step, r.histograms["staleness/age"]) for r in records if sum(r.histograms.get("staleness/age", {}).values()) > 0]
     if not rows:
         return None
@@ -121,7 +121,7 @@ def staleness(records: Records) -> str | None:
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(_percent())
 
-    return _figure(draw, "trained tokens", legend_title="age in versions", columns=10)
+    return _figure(draw, "generated tokens", legend_title="age in versions", columns=10)
 
 
 TIME_PARTS = (

@@ -91,7 +91,7 @@ def summary(records: Sequence[StepRecord], planned_steps: int | None) -> list[tu
 def _tokens(records: Sequence[StepRecord]) -> Iterator[tuple[str, float]]:
     for name, label in (("rollout/tokens", "tokens generated"), ("train/tokens", "tokens trained")):
         counted = [r.metrics[name] for r in records if name in r.metrics]
-        if name == "train/tokens" and not counted:  # the age histogram counts exactly the trained tokens
+        if name == "train/tokens" and not counted:  # a log without it: the age histogram, which also counts tokens beyond the bound
             counted = [float(sum(r.histograms["staleness/age"].values())) for r in records if "staleness/age" in r.histograms]
         if counted:
             yield label, sum(counted)
@@ -106,7 +106,8 @@ def _figures(records: Sequence[StepRecord]) -> list[tuple[str, str, str | None]]
         ("Evaluation", "Held-out prompts, at the weights the step ended with.", charts.evaluation(records)),
         (
             "Staleness",
-            "Age of trained tokens: the trainer's weight version less the version that generated them.",
+            "Age of the batch's generated tokens: the trainer's weight version less the version that generated them. Those beyond the "
+            "bound are shown too, and were not trained.",
             charts.staleness(records),
         ),
         ("Time split", "Where each step's wall-clock time went, as the trainer sees it.", charts.time_split(records)),
