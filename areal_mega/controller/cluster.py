@@ -31,7 +31,7 @@ from areal_mega.parallel.balance import CostModel
 from areal_mega.parallel.layout import RankLayout
 from areal_mega.parallel.placement import place
 from areal_mega.parallel.strategy import ParallelStrategy, parse
-from areal_mega.rollout.client import InferenceClient
+from areal_mega.rollout.engines import client_for
 from areal_mega.rollout.staleness import StalenessControl
 from areal_mega.rpc.client import RpcClient
 from areal_mega.rpc.wire import format_address, listen_socket
@@ -147,7 +147,8 @@ class Cluster:
         rollout_keys = [("rollout", rank) for rank in range(self._rollout.dp)]
         deadline_s = recipe.launch.startup_timeout_s
         # These carry weights and no generation: a sync's own deadline, which names who is missing, comes first.
-        servers = [InferenceClient(url, timeout_s=recipe.sync.timeout_s + GRACE_S, retries=0) for url in urls]
+        engine = self._rollout.engine
+        servers = [client_for(engine, url, timeout_s=recipe.sync.timeout_s + GRACE_S, retries=0) for url in urls]
         for server in servers:
             stack.push_async_callback(server.close)
         # Servers first: a rollout worker connects to a healthy one.

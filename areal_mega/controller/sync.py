@@ -21,8 +21,7 @@ from areal_mega.controller.train import TrainController
 from areal_mega.core import metrics as m
 from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.core.metrics import Metrics
-from areal_mega.rollout.client import Capabilities, InferenceClient
-from areal_mega.rollout.continuation import parse_version
+from areal_mega.rollout.inference import Capabilities, InferenceServer
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class WeightSync:
     def __init__(
         self,
         train: TrainController,
-        servers: Sequence[InferenceClient],
+        servers: Sequence[InferenceServer],
         capabilities: Sequence[Capabilities],
         recipe: Recipe,
         *,
@@ -143,7 +142,7 @@ class WeightSync:
             await self._release("ending the update", "end_update", failed=not done)
         return _sent(answers)
 
-    async def _receive(self, server: InferenceClient, version: int) -> None:
+    async def _receive(self, server: InferenceServer, version: int) -> None:
         for number, bucket in enumerate(self._buckets, 1):
             last = number == len(self._buckets)
             await server.update_bucket(
@@ -174,12 +173,12 @@ class WeightSync:
             if reported != version:
                 raise SyncMismatch(f"{who} reports weight version {reported} after a sync of version {version}")
 
-    async def _held(self, server: InferenceClient, able: Capabilities) -> tuple[str | None, int]:
+    async def _held(self, server: InferenceServer, able: Capabilities) -> tuple[str | None, int]:
         """Digest (None where the server reports none) and version of the weights that a server holds."""
         if able.hf_digests:
             held = await server.digests()
             return held.combined, held.weight_version
-        return None, parse_version(server.base_url, str((await server.model_info())["weight_version"]))
+        return None, await server.weight_version()
 
     async def _each(self, doing: str, method: str, *args: Any) -> None:
         """The same call to every server."""
@@ -228,7 +227,7 @@ class WeightSync:
     async def _silent(self, names: Sequence[str]) -> list[str]:
         """Those of ``names`` that do not answer a health check."""
         checks = self._train.calls("health", timeout_s=_HEALTH_S)
-        checks |= {f"server rank {rank}": server.model_info() for rank, server in enumerate(self._servers)}
+        checks |= {f"server rank {rank}": server.weight_version() for rank, server in enumerate(self._servers)}
         answers = await asyncio.gather(*(asyncio.wait_for(check, _HEALTH_S) for check in checks.values()), return_exceptions=True)
         return [who for who, answer in zip(checks, answers, strict=True) if who in names and isinstance(answer, BaseException)]
 

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-if TYPE_CHECKING:
-    from areal_mega.rollout.client import GenerateRequest
+import numpy as np
+
+from areal_mega.rollout.inference import FinishReason, GenerateRequest, Generation, Segment, ServerFault, parse_version
 
 _MAX_EMPTY = 20
 """Aborts in a row that brought no token, after which the server is taken for broken."""
-
-
-class ServerFault(RuntimeError):
-    """An inference server failed or answered nonsense. ``status`` is the HTTP status, 0 where there was no answer or a bad one."""
-
-    def __init__(self, base_url: str, what: str, *, status: int = 0) -> None:
-        self.base_url, self.status = base_url, status
-        super().__init__(f"inference server {base_url}: {what}")
-
-    @property
-    def is_refusal(self) -> bool:
-        """The request itself was wrong; sending it again would change nothing."""
-        return 400 <= self.status < 500
-
-
-def parse_version(base_url: str, text: str) -> int:
-    """A server's weight version as a number. ``default``, its value before anybody set one, is 0.
-
-    Raises:
-        ServerFault: another name.
-    """
-    if text == "default":
-        return 0
-    try:
-        return int(text)
-    except ValueError:
-        raise ServerFault(base_url, f"weight version {text!r} is not a number; start the server with --weight-version 0") from None
 
 
 class Partial:
@@ -52,9 +28,10 @@ class Partial:
         self.text = ""
         self.matched = ""
         """The stop string that ended it."""
-        self.finish_reason: Literal["stop", "length", "abort"] = "abort"
+        self.finish_reason: FinishReason = "abort"
         self.done = False
         self.segments = 0
+        self._experts: list[np.ndarray] = []
         self._stop_token = False
         self._empty = 0
         self._sent = False
@@ -68,74 +45,106 @@ class Partial:
         """Output ids without the stop token."""
         return self.output_ids[:-1] if self._stop_token else self.output_ids
 
+    @property
+    def left(self) -> int:
+        """Tokens of the budget that are still to come."""
+        return self.request.max_new_tokens - len(self.output_ids)
+
+    @property
+    def expert_rows(self) -> int:
+        """Positions whose routed experts are known already."""
+        return sum(len(rows) for rows in self._experts)
+
     def next_rid(self) -> str:
         """The request's own id at first; then ids of one length, for servers match ids by prefix."""
         rid = self.request.rid if self.request.rid and not self._sent else uuid.uuid4().hex
         self._sent = True
         return rid
 
-    def sampling_params(self) -> dict[str, Any]:
-        r = self.request
-        params: dict[str, Any] = {
-            "max_new_tokens": r.max_new_tokens - len(self.output_ids),
-            "temperature": r.temperature,
-            "top_p": r.top_p,
-            "top_k": r.top_k,
-        }
-        if r.stop:
-            params["stop"] = list(r.stop)
-        if r.stop_token_ids:
-            params["stop_token_ids"] = list(r.stop_token_ids)
-        if r.seed is not None:
-            params["sampling_seed"] = r.seed
-        return params
-
-    def checked(self, answer: Any, version_when_sent: int) -> dict[str, Any]:
-        """The parts of an answer that count, as ``absorb`` takes them.
-
-        Raises:
-            ServerFault: a missing part, arrays of unequal lengths, a log-probability that is no number, spans that do not cover.
-        """
-        try:
-            meta, ids = answer["meta_info"], list(answer["output_ids"])
-            entries, finish = meta["output_token_logprobs"], meta["finish_reason"]
-            kind = finish["type"]
-        except (KeyError, TypeError) as error:
-            raise ServerFault(self._base_url, f"/generate answered without {error}") from None
-        if kind not in ("stop", "length", "abort"):
-            raise ServerFault(self._base_url, f"/generate ended with {kind!r}, which is unknown")
-        if kind == "abort" and finish.get("status_code"):
-            raise ServerFault(self._base_url, f"/generate was aborted: {finish.get('message')}", status=int(finish["status_code"]))
-        if len(entries) != len(ids) or any(entry[1] != token for entry, token in zip(entries, ids, strict=True)):
-            raise ServerFault(self._base_url, f"/generate answered {len(ids)} tokens but log-probabilities of {len(entries)} others")
-        logprobs = [entry[0] for entry in entries]
-        if any(lp is None or not math.isfinite(lp) for lp in logprobs):
-            raise ServerFault(self._base_url, "/generate answered a log-probability that is not a finite number (NaN in the model?)")
-        if len(ids) > self.request.max_new_tokens - len(self.output_ids):
-            raise ServerFault(self._base_url, f"/generate answered {len(ids)} tokens, more than asked for")
-        versions = _versions(self._base_url, meta, len(ids), version_when_sent)
-        return {"ids": ids, "logprobs": logprobs, "versions": versions, "finish": finish, "text": str(answer.get("text", ""))}
-
-    def absorb(self, answer: Mapping[str, Any], *, stopped_by_us: bool) -> None:
+    def absorb(self, segment: Segment, *, stopped_by_us: bool) -> None:
         """Take a checked answer in. An abort not of our making means: go on."""
-        ids, finish = answer["ids"], answer["finish"]
-        self.segments += bool(ids) or not self.segments
-        self.output_ids += ids
-        self.logprobs += answer["logprobs"]
-        self.versions += answer["versions"]
-        self.text += answer["text"]
-        kind = finish["type"]
-        if kind == "abort" and not stopped_by_us:
-            self._empty = 0 if ids else self._empty + 1
+        self.segments += bool(segment.ids) or not self.segments
+        self.output_ids += segment.ids
+        self.logprobs += segment.logprobs
+        self.versions += segment.versions
+        self.text += segment.text
+        if segment.routed_experts is not None:
+            self._experts.append(segment.routed_experts)
+        if segment.kind == "abort" and not stopped_by_us:
+            self._empty = 0 if segment.ids else self._empty + 1
             if self._empty >= _MAX_EMPTY:
                 raise ServerFault(self._base_url, f"a request was aborted {self._empty} times in a row without a token")
             self.finish_reason = "length"
-            self.done = len(self.output_ids) >= self.request.max_new_tokens
+            self.done = not self.left
             return
-        self.finish_reason, self.done = kind, True
-        matched = finish.get("matched")
-        self._stop_token = kind == "stop" and isinstance(matched, int) and bool(ids) and ids[-1] == matched
+        self.finish_reason, self.done = segment.kind, True
+        matched = segment.matched
+        self._stop_token = segment.kind == "stop" and isinstance(matched, int) and bool(segment.ids) and segment.ids[-1] == matched
         self.matched = matched if isinstance(matched, str) else ""
+
+    def generation(self) -> Generation:
+        return Generation(
+            output_ids=tuple(self.output_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason=self.finish_reason,
+            prompt_tokens=len(self.request.input_ids),
+            text=self.text,
+            routed_experts=np.concatenate(self._experts) if self._experts else None,
+        )
+
+
+# SGLang's form of requests and answers.
+
+
+def sampling_params(partial: Partial) -> dict[str, Any]:
+    r = partial.request
+    params: dict[str, Any] = {"max_new_tokens": partial.left, "temperature": r.temperature, "top_p": r.top_p, "top_k": r.top_k}
+    if r.stop:
+        params["stop"] = list(r.stop)
+    if r.stop_token_ids:
+        params["stop_token_ids"] = list(r.stop_token_ids)
+    if r.seed is not None:
+        params["sampling_seed"] = r.seed
+    return params
+
+
+def checked(base_url: str, partial: Partial, answer: Any, version_when_sent: int, experts_from: int = 0) -> Segment:
+    """An answer of SGLang's protocol, if it can be believed.
+
+    Args:
+        version_when_sent: of the server, for one that reports no spans.
+        experts_from: position of the first row of ``routed_experts``.
+
+    Raises:
+        ServerFault: a missing part, arrays of unequal lengths, a log-probability that is no number, spans that do not cover.
+    """
+    try:
+        meta, ids = answer["meta_info"], list(answer["output_ids"])
+        entries, finish = meta["output_token_logprobs"], meta["finish_reason"]
+        kind = finish["type"]
+    except (KeyError, TypeError) as error:
+        raise ServerFault(base_url, f"/generate answered without {error}") from None
+    if kind not in ("stop", "length", "abort"):
+        raise ServerFault(base_url, f"/generate ended with {kind!r}, which is unknown")
+    if kind == "abort" and finish.get("status_code"):
+        raise ServerFault(base_url, f"/generate was aborted: {finish.get('message')}", status=int(finish["status_code"]))
+    if len(entries) != len(ids) or any(entry[1] != token for entry, token in zip(entries, ids, strict=True)):
+        raise ServerFault(base_url, f"/generate answered {len(ids)} tokens but log-probabilities of {len(entries)} others")
+    logprobs = [entry[0] for entry in entries]
+    if any(lp is None or not math.isfinite(lp) for lp in logprobs):
+        raise ServerFault(base_url, "/generate answered a log-probability that is not a finite number (NaN in the model?)")
+    if len(ids) > partial.left:
+        raise ServerFault(base_url, f"/generate answered {len(ids)} tokens, more than asked for")
+    return Segment(
+        ids=ids,
+        logprobs=logprobs,
+        versions=_versions(base_url, meta, len(ids), version_when_sent),
+        kind=kind,
+        matched=finish.get("matched"),
+        text=str(answer.get("text", "")),
+        routed_experts=_experts(base_url, partial, meta, len(ids), experts_from) if partial.request.routed_experts else None,
+    )
 
 
 def _versions(base_url: str, meta: Mapping[str, Any], count: int, version_when_sent: int) -> list[int]:
@@ -151,3 +160,20 @@ def _versions(base_url: str, meta: Mapping[str, Any], count: int, version_when_s
     if len(versions) != count:
         raise ServerFault(base_url, f"weight_versions {spans} cover {len(versions)} of {count} tokens")
     return versions
+
+
+def _experts(base_url: str, partial: Partial, meta: Mapping[str, Any], count: int, start: int) -> np.ndarray | None:
+    """New rows of base64 little-endian int32 [positions, layers * top_k], whose first position is ``start``."""
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        if count == 0:
+            return None  # interrupted before its first token: the next answer brings these rows too
+        raise ServerFault(base_url, "/generate answered without routed_experts; start the server with --enable-return-routed-experts")
+    try:
+        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+    except (binascii.Error, ValueError) as error:
+        raise ServerFault(base_url, f"/generate answered routed_experts that cannot be decoded: {error}") from None
+    positions = len(partial.context) + count - 1 - start
+    if positions <= 0 or flat.size == 0 or flat.size % positions:
+        raise ServerFault(base_url, f"/generate answered {flat.size} routed experts for {positions} positions")
+    return flat.reshape(positions, -1)[partial.expert_rows - start :]

@@ -8,7 +8,7 @@ import numpy as np
 
 from areal_mega.core.types import NOT_GENERATED, Prompt, Trajectory
 from areal_mega.data.prompts import prompt_tokens
-from areal_mega.rollout.client import Generation
+from areal_mega.rollout.inference import Generation
 from areal_mega.rollout.workflow import GenerationEngine, Workflow
 
 

@@ -12,9 +12,11 @@ import numpy as np
 from areal_mega.config.schema import Recipe
 from areal_mega.core.types import Prompt
 from areal_mega.data.tokenizer import load_tokenizer
+from areal_mega.parallel.strategy import parse
 from areal_mega.rewards.runner import RewardRunner
-from areal_mega.rollout.client import InferenceClient
+from areal_mega.rollout.engines import client_for
 from areal_mega.rollout.executor import Executor
+from areal_mega.rollout.inference import InferenceServer
 from areal_mega.rollout.load import load_workflow
 from areal_mega.rollout.results import PURPOSES, EpisodeResult, Purpose
 from areal_mega.rollout.store import TrajectoryStore
@@ -38,7 +40,7 @@ class RolloutWorker:
         reward = recipe.reward
         self._reward = RewardRunner(reward.path, reward.kwargs, timeout_s=reward.timeout_s, workers=reward.workers)
         self._workflows: dict[Purpose, Workflow] = {}
-        self._client: InferenceClient | None = None
+        self._client: InferenceServer | None = None
         self._executor: Executor | None = None
 
     def register(self, server: RpcServer) -> None:
@@ -65,7 +67,8 @@ class RolloutWorker:
             DeadlineExceeded: it is not healthy after ``deadline_s`` seconds.
         """
         rollout = self._recipe.rollout
-        self._client = InferenceClient(base_url, timeout_s=rollout.request_timeout_s, retries=rollout.request_retries)
+        engine = parse(rollout.strategy).engine
+        self._client = client_for(engine, base_url, timeout_s=rollout.request_timeout_s, retries=rollout.request_retries)
         await self._client.wait_healthy(deadline_s)
         capabilities = await self._client.probe()
         self.use(self._client)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from areal_mega.core.types import Prompt, Trajectory, sampling_seed
 from areal_mega.rewards.result import RewardResult
-from areal_mega.rollout.client import GenerateRequest, Generation
+from areal_mega.rollout.inference import GenerateRequest, Generation
 
 
 class GenerationEngine(Protocol):

@@ -17,7 +17,7 @@ from areal_mega.controller.rollout import RolloutController, RolloutFailed
 from areal_mega.core.errors import DeadlineExceeded, UserError
 from areal_mega.core.types import Prompt, Trajectory
 from areal_mega.data.stream import PromptStream
-from areal_mega.rollout.client import GenerateRequest, Generation
+from areal_mega.rollout.inference import GenerateRequest, Generation
 from areal_mega.rollout.staleness import StalenessControl
 from areal_mega.rollout.worker import RolloutWorker
 from areal_mega.rollout.workflow import GenerationEngine, Workflow

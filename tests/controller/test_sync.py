@@ -19,7 +19,7 @@ from areal_mega.core.errors import DeadlineExceeded
 from areal_mega.core.metrics import results
 from areal_mega.parallel.layout import RankLayout
 from areal_mega.parallel.strategy import parse
-from areal_mega.rollout.client import Capabilities, ServerDigest
+from areal_mega.rollout.inference import Capabilities, ServerDigest, parse_version
 
 BUCKETS = [
     {"names": ["a", "b"], "shapes": [[2], [3]], "dtype": "float32"},
@@ -110,9 +110,9 @@ class FakeServer(Peer):
         assert self.version is not None
         return ServerDigest(weight_version=self.version, combined=self.digest)
 
-    async def model_info(self) -> dict[str, Any]:
-        await self.do("model_info")
-        return {"weight_version": self.reports or str(self.version)}
+    async def weight_version(self) -> int:
+        await self.do("weight_version")
+        return parse_version(self.base_url, self.reports or ("default" if self.version is None else str(self.version)))
 
 
 class Cast:
@@ -281,7 +281,7 @@ async def test_another_version_is_a_mismatch(tmp_path: Path, cast: Cast) -> None
 async def test_a_server_without_digests_is_asked_for_its_version(tmp_path: Path) -> None:
     cast = Cast(tmp_path, hf_digests=False)
     await cast.push(0)
-    assert "digests" not in cast.of("server rank 0") and "model_info" in cast.of("server rank 0")
+    assert "digests" not in cast.of("server rank 0") and "weight_version" in cast.of("server rank 0")
     cast.servers[1].reports = "default"  # as a server says that was never given one
     await cast.push(0)
     with pytest.raises(SyncMismatch, match="server rank 1 reports weight version 0 after a sync of version 1"):
@@ -291,7 +291,7 @@ async def test_a_server_without_digests_is_asked_for_its_version(tmp_path: Path)
 async def test_the_deadline_names_who_is_missing_and_who_is_silent(tmp_path: Path) -> None:
     cast = Cast(tmp_path, timeout_s=0.2)
     # One frozen server: the train rank that broadcasts waits for it, the other server has its buckets.
-    cast.servers[1].faults |= {"update_bucket": "hang", "model_info": RuntimeError("no answer")}
+    cast.servers[1].faults |= {"update_bucket": "hang", "weight_version": RuntimeError("no answer")}
     cast.ranks[0].faults["sync_broadcast"] = "hang"
     with pytest.raises(DeadlineExceeded) as caught:
         await cast.push()

@@ -25,7 +25,7 @@ from areal_mega.core.types import NOT_GENERATED, Prompt
 from areal_mega.data.registry import load_rows
 from areal_mega.parallel.strategy import parse
 from areal_mega.rewards.result import interpret
-from areal_mega.rollout.client import GenerateRequest, Generation
+from areal_mega.rollout.inference import GenerateRequest, Generation
 from areal_mega.rollout.load import load_workflow
 from areal_mega.rollout.workflow import GenerationSettings, WorkflowContext
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from areal_mega.core.types import Prompt, Trajectory
 from areal_mega.rewards.result import RewardResult
-from areal_mega.rollout.client import GenerateRequest, Generation
+from areal_mega.rollout.inference import GenerateRequest, Generation
 from areal_mega.rollout.workflow import GenerationEngine, GenerationSettings, Workflow, WorkflowContext
 
 

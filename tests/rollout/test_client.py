@@ -15,7 +15,8 @@ from served import served
 from tiny_models import tiny_model
 
 from areal_mega.core.errors import DeadlineExceeded
-from areal_mega.rollout.client import GenerateRequest, InferenceClient, ServerFault
+from areal_mega.rollout.client import InferenceClient
+from areal_mega.rollout.inference import GenerateRequest, ServerFault
 
 RECORDED = json.loads((Path(__file__).parent.parent / "data" / "sglang_answers.json").read_text())
 Answer = Callable[[dict[str, Any]], Any]

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from served import served
 from tiny_models import tiny_model
 
-from areal_mega.rollout.client import GenerateRequest, InferenceClient, ServerFault
+from areal_mega.rollout.client import InferenceClient
+from areal_mega.rollout.inference import GenerateRequest, ServerFault
 from areal_mega.sync.digest import combine, tensor_digest
 from areal_mega.sync.group import create_group, destroy_group
 
