@@ -116,12 +116,20 @@ def transformer_config(
         "moe_aux_loss_coeff": router.aux_loss_coef,
         "moe_z_loss_coeff": router.z_loss_coef or None,
     }
+    if strategy.stage_layers and strategy.pp > 1:
+        settings["pipeline_model_parallel_layout"] = _stage_layout(strategy)
     settings |= _RECOMPUTE[train.recompute]
     kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
     config = kind(**architecture, **settings)
     for name, value in family.config_attributes(hf_config).items():
         setattr(config, name, value)
     return config
+
+
+def _stage_layout(strategy: ParallelStrategy) -> list[list[str]]:
+    """What each virtual stage holds, in the order of the layers, as Megatron-Core takes it."""
+    stages = [["decoder"] * count for count in strategy.stage_layers]
+    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
 def _check_router(router: RouterSection, architecture: dict[str, Any]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_mega.core.errors import UserError
 from areal_mega.models.table import Param, Table
 from areal_mega.parallel.layout import RankCoords, RankLayout
+from areal_mega.parallel.strategy import ParallelStrategy, even_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,21 +20,46 @@ class Shard:
     rank: int
 
 
-def layer_stages(num_layers: int, pp: int, vpp: int = 1) -> tuple[int, ...]:
-    """Pipeline stage of every global layer, as Megatron-Core deals layers out (interleaved where ``vpp`` > 1).
+def stage_layers(num_layers: int, strategy: ParallelStrategy) -> tuple[int, ...]:
+    """Layers of each virtual pipeline stage, in the order of the layers: as the strategy says, or the same number each.
 
     Raises:
-        UserError: when the layers do not divide.
+        UserError: when the counts do not add up to the layers, or there are none and the layers do not divide.
     """
-    if num_layers % (pp * vpp):
-        legal = [n for n in range(1, num_layers + 1) if num_layers % (n * vpp) == 0]
-        product = f"pipeline parallelism {pp}" + (f" x {vpp} virtual stages" if vpp > 1 else "")
+    given, stages = strategy.stage_layers, strategy.pp * strategy.vpp
+    if given:
+        if sum(given) != num_layers:
+            total = " + ".join(map(str, given))
+            raise UserError(
+                f"strategy {strategy} has {total} = {sum(given)} layers, but the model has {num_layers}; {_remedy(num_layers, strategy)}"
+            )
+        return given
+    if num_layers % stages:
+        product = f"pipeline parallelism {strategy.pp}" + (f" x {strategy.vpp} virtual stages" if strategy.vpp > 1 else "")
         raise UserError(
-            f"the model has {num_layers} layers, which do not divide by {product}; "
-            + (f"pipeline parallelism of {', '.join(map(str, legal))} would" if legal else "use fewer virtual stages")
+            f"the model has {num_layers} layers, which do not divide by {product}: {num_layers}/{stages} is not a whole number; "
+            + _remedy(num_layers, strategy)
         )
-    per_chunk = num_layers // (pp * vpp)
-    return tuple(layer // per_chunk % pp for layer in range(num_layers))
+    return (num_layers // stages,) * stages
+
+
+def _remedy(num_layers: int, strategy: ParallelStrategy) -> str:
+    """A strategy with counts that add up; another pipeline where there are fewer layers than stages."""
+    stages = strategy.pp * strategy.vpp
+    if stages <= num_layers:
+        return f"give the layers of each stage, for example {replace(strategy, stage_layers=even_layers(num_layers, stages))}"
+    legal = [n for n in range(1, num_layers + 1) if num_layers % (n * strategy.vpp) == 0]
+    return f"use pipeline parallelism of {' or '.join(map(str, legal))}" if legal else "use fewer virtual stages"
+
+
+def layer_stages(num_layers: int, strategy: ParallelStrategy) -> tuple[int, ...]:
+    """Pipeline stage of every global layer, as Megatron-Core deals layers out (interleaved where there are virtual stages).
+
+    Raises:
+        UserError: as ``stage_layers``.
+    """
+    counts = stage_layers(num_layers, strategy)
+    return tuple(virtual % strategy.pp for virtual, count in enumerate(counts) for _ in range(count))
 
 
 class Ownership:
@@ -46,7 +72,7 @@ class Ownership:
     def __init__(self, table: Table, layout: RankLayout) -> None:
         self.table, self.layout = table, layout
         strategy = layout.strategy
-        self._stages = layer_stages(table.num_layers, strategy.pp, strategy.vpp)
+        self._stages = layer_stages(table.num_layers, strategy)
         experts = table.num_experts
         if experts % strategy.ep:
             legal = [n for n in range(1, experts + 1) if experts % n == 0]

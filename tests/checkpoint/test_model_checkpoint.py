@@ -26,6 +26,7 @@ STRATEGIES = [
     "megatron:d1",
     "megatron:d1t4",
     "megatron:d1t2p2v2",
+    "megatron:d1p2[1,3]",
     "megatron:(attn:d2t2|ffn:e4)",
     "megatron:(attn:d4|ffn:e2t2)",
     "megatron:(attn:d1t2p2|ffn:t2p2)",
@@ -74,7 +75,9 @@ def assert_loads(folder: Path, place: str | Path, strategy: str, dtype: torch.dt
             assert torch.equal(named[name], tensor), f"rank {rank} of {strategy}: {name}"
 
 
-@pytest.mark.parametrize("writer", ["megatron:(attn:d2t2|ffn:e4)", "megatron:d1t2p2v2", "megatron:(attn:d1t2p2|ffn:t2p2)"])
+@pytest.mark.parametrize(
+    "writer", ["megatron:(attn:d2t2|ffn:e4)", "megatron:d1t2p2v2", "megatron:d1p2[3,1]e1", "megatron:(attn:d1t2p2|ffn:t2p2)"]
+)
 def test_what_ranks_saved_loads_into_every_strategy(moe: Path, tmp_path: Path, writer: str) -> None:
     world = layout_of(writer).world_size
     wrote = run_ranks(world, save_rank, folder=str(moe), out=str(tmp_path / "ck"), strategy=writer)

@@ -52,6 +52,21 @@ def test_families_equal_transformers(sparse_models: dict[str, str], sparse_refer
         families.check(found, f"{name} at {strategy}")
 
 
+def test_uneven_stages_equal_transformers(tmp_path: Path) -> None:
+    """Five layers on two stages, also interleaved: a dense model with tied embeddings, and one whose dense layers end within a stage."""
+    folders = {
+        "qwen3": str(tiny_model(tmp_path / "dense", "qwen3", num_hidden_layers=5)),
+        "deepseek_v3": str(tiny_model(tmp_path / "sparse", "deepseek_v3", num_hidden_layers=5, first_k_dense_replace=2)),
+    }
+    (references,) = run_ranks(1, families.references, folders=folders)
+    cases = [(name, strategy) for name in folders for strategy in ("megatron:d1p2[1,4]", "megatron:d1p2[1,2,1,1]v2")]
+    jobs = [{"folder": folders[name], "strategy": strategy, "split": 3} for name, strategy in cases]
+    results = run_ranks(2, families.parities, jobs=jobs, timeout_s=280)
+    for number, (name, strategy) in enumerate(cases):
+        found = families.summary([rank[number] for rank in results], references[name])
+        families.check(found, f"{name} at {strategy}")
+
+
 def test_recomputation_changes_nothing(sparse_models: dict[str, str], sparse_references: dict[str, Any]) -> None:
     name = "deepseek_v3"
     changes: list[dict[str, Any]] = [

@@ -19,6 +19,7 @@ from areal_mega.models.loading import load_hf_weights
 from areal_mega.models.ownership import Ownership, layer_stages
 from areal_mega.models.registry import family_for, load_hf_config
 from areal_mega.models.table import LOCAL, TRANSFORMER_ENGINE, Naming, padded_vocab_size
+from areal_mega.parallel.strategy import parse
 
 # 301 is divisible by no tensor parallelism; four layers for two stages of two virtual stages.
 COMMON = {"vocab_size": 301, "num_hidden_layers": 4}
@@ -30,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [1]},
     "qwen3_moe-tied": {"tie_word_embeddings": True, "num_experts": 4},
 }
-DENSE_LAYOUTS = ["d1", "d2", "t2", "t4", "p2", "p4", "c2", "p2v2", "d2t2p2", "d2t4p2c2"]
+DENSE_LAYOUTS = ["p2[1,3]", "p3[1,2,1]", "d1", "d2", "t2", "t4", "p2", "p4", "c2", "p2v2", "d2t2p2", "d2t4p2c2"]
 MOE_LAYOUTS = ["d2e2", "d4e4", "t2p2d2e2", "t2e2", "d2t2p2v2c2e4"]
 TWO_PART_LAYOUTS = ["(attn:d2t2|ffn:e2t2)", "(attn:d4t1p2|ffn:e2t2)", "(attn:t2|ffn:e1t2)", "(attn:t4|ffn:e2t1)"]
 LAYOUTS = [
@@ -164,15 +165,35 @@ def test_vocabulary_padding_is_zero_and_trimmed(folders: dict[str, Path]) -> Non
 
 
 def test_layers_are_dealt_as_megatron_does() -> None:
-    assert layer_stages(8, 2) == (0, 0, 0, 0, 1, 1, 1, 1)
-    assert layer_stages(8, 2, 2) == (0, 0, 1, 1, 0, 0, 1, 1)
-    assert layer_stages(8, 2, 4) == (0, 1, 0, 1, 0, 1, 0, 1)
-    with pytest.raises(
-        UserError, match="the model has 6 layers, which do not divide by pipeline parallelism 4; pipeline parallelism of 1, 2"
-    ):
-        layer_stages(6, 4)
-    with pytest.raises(UserError, match="pipeline parallelism 2 x 2 virtual stages"):
-        layer_stages(6, 2, 2)
+    assert layer_stages(8, parse("megatron:p2")) == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert layer_stages(8, parse("megatron:p2v2")) == (0, 0, 1, 1, 0, 0, 1, 1)
+    assert layer_stages(8, parse("megatron:p2v4")) == (0, 1, 0, 1, 0, 1, 0, 1)
+    assert layer_stages(8, parse("megatron:p2[3,5]")) == (0, 0, 0, 1, 1, 1, 1, 1)
+    assert layer_stages(8, parse("megatron:p2[1,2,4,1]v2")) == (0, 1, 1, 0, 0, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "strategy", "line"),
+    [
+        (
+            6,
+            "megatron:d1p4",
+            "the model has 6 layers, which do not divide by pipeline parallelism 4: 6/4 is not a whole number; "
+            "give the layers of each stage, for example megatron:d1p4[1,2,2,1]",
+        ),
+        (6, "megatron:d1p2v2", "by pipeline parallelism 2 x 2 virtual stages: 6/4 is not a whole number; .* megatron:d1p2[1,2,2,1]v2"),
+        (3, "megatron:d1p4", "3/4 is not a whole number; use pipeline parallelism of 1 or 3"),
+        (3, "megatron:d1p2v2", "use fewer virtual stages"),
+        (8, "megatron:d2p2[3,4]", "strategy megatron:d2p2[3,4] has 3 + 4 = 7 layers, but the model has 8; .* megatron:d2p2[4,4]"),
+    ],
+)
+def test_layers_that_do_not_add_up_are_refused_with_the_arithmetic(layers: int, strategy: str, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        layer_stages(layers, parse(strategy))
+    for part in line.split(" .* "):
+        assert part in str(caught.value)
+    if "example" in str(caught.value):
+        assert len(layer_stages(layers, parse(str(caught.value).rpartition("for example ")[2]))) == layers
 
 
 def test_experts_have_global_numbers(folders: dict[str, Path]) -> None:

@@ -9,6 +9,7 @@ from tiny_models import tiny_config
 from areal_mega.models.ownership import layer_stages
 from areal_mega.models.registry import family_for
 from areal_mega.models.table import TRANSFORMER_ENGINE
+from areal_mega.parallel.strategy import ParallelStrategy
 
 
 @pytest.mark.parametrize(("layers", "pp", "vpp"), [(8, 1, 1), (8, 2, 1), (12, 4, 1), (8, 2, 2), (24, 4, 3), (12, 2, 6)])
@@ -33,7 +34,30 @@ def test_stages_are_those_of_megatron(layers: int, pp: int, vpp: int) -> None:
             offset = get_transformer_layer_offset(config, vp_stage=which, pp_rank=stage)
             for layer in range(get_num_layers_to_build(config, vp_stage=which, pp_rank=stage)):
                 theirs[offset + layer] = stage
-    assert layer_stages(layers, pp, vpp) == tuple(theirs[layer] for layer in range(layers))
+    strategy = ParallelStrategy("megatron", pp=pp, vpp=vpp)
+    assert layer_stages(layers, strategy) == tuple(theirs[layer] for layer in range(layers))
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "counts"), [(2, 1, (3, 5)), (3, 1, (1, 4, 2)), (2, 2, (1, 3, 2, 4)), (4, 2, (1, 1, 2, 3, 2, 1, 1, 1))]
+)
+def test_uneven_stages_are_those_of_megatron(pp: int, vpp: int, counts: tuple[int, ...]) -> None:
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    from areal_mega.megatron.model import _stage_layout
+
+    strategy = ParallelStrategy("megatron", pp=pp, vpp=vpp, stage_layers=counts)
+    theirs = PipelineParallelLayerLayout(_stage_layout(strategy), pp)
+    theirs.validate_layer_layout(num_layers=sum(counts), mtp_num_layers=0)
+    stages = [0] * sum(counts)
+    offset = 0
+    for chunk in range(vpp):
+        for stage in range(pp):
+            held = theirs.layout[stage][chunk].count(LayerType.decoder)
+            stages[offset : offset + held] = [stage] * held
+            offset += held
+    assert layer_stages(sum(counts), strategy) == tuple(stages)
 
 
 def test_transformer_engine_names_and_shapes() -> None:

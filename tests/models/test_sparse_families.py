@@ -40,6 +40,20 @@ def test_every_layout_is_bit_equal(sparse_folders: dict[str, Path], name: str) -
         assert all(torch.equal(received[name], wanted[name]) for name in wanted), layout
 
 
+@pytest.mark.parametrize("layout", ["p2[2,5]", "p2[1,3,2,1]v2", "d2t2p3[3,3,1]e2"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2_moe"])
+def test_uneven_stages_of_dense_then_sparse_layers_are_bit_equal(name: str, layout: str, tmp_path: Path) -> None:
+    dense = {"first_k_dense_replace": 3} if name == "deepseek_v3" else {"mlp_only_layers": [0, 1, 4], "tie_word_embeddings": True}
+    folder = save_model(tmp_path / name, tiny_config(name, vocab_size=301, num_hidden_layers=7, **dense))
+    hf, wanted, ranks = load_hf_config(str(folder)), load_file(folder / "model.safetensors"), layout_of(f"megatron:{layout}")
+    for naming in (LOCAL, TRANSFORMER_ENGINE):
+        with HFSource(folder) as source:
+            shards = load_all(family_for(hf), hf, source, ranks, naming=naming)
+        received = dict(gather_all(shards, family_for(hf), hf, ranks, naming=naming))
+        assert received.keys() == wanted.keys()
+        assert all(torch.equal(received[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_every_naming_is_bit_equal(sparse_folders: dict[str, Path], name: str) -> None:
     folder = sparse_folders[name]

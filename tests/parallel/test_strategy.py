@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_mega.core.errors import UserError
-from areal_mega.parallel.strategy import ENGINES, LETTERS, ParallelStrategy, parse
+from areal_mega.parallel.strategy import ENGINES, LETTERS, ParallelStrategy, even_layers, parse
 
 SMALL = st.integers(1, 6)
 
@@ -20,7 +20,8 @@ def megatron_strategies(draw: st.DrawFn) -> ParallelStrategy:
     vpp = draw(SMALL) if pp > 1 else 1
     experts = ep * etp * edp
     dp = experts // math.gcd(experts, tp * cp) * draw(st.integers(1, 3))
-    return ParallelStrategy("megatron", tp=tp, pp=pp, vpp=vpp, cp=cp, dp=dp, ep=ep, etp=etp)
+    layers = draw(st.one_of(st.just(()), st.tuples(*[st.integers(1, 99)] * (pp * vpp))))
+    return ParallelStrategy("megatron", tp=tp, pp=pp, vpp=vpp, cp=cp, dp=dp, ep=ep, etp=etp, stage_layers=layers)
 
 
 @st.composite
@@ -94,6 +95,13 @@ BAD = [
     ("megatron:d1v2", "needs a pipeline", "megatron:d1"),
     ("megatron:(attn:d2p2|ffn:e2p4)", "ffn has p4 but attn has p2", "megatron:d2p2e2"),
     ("megatron:(attn:d2|ffn:e2d3)", "d3*e2*t1 = 6 ranks per stage, but attn d*t*c = 2", "megatron:d2e2"),
+    ("megatron:d1p2[3]", "1 counts of layers for p2", "megatron:d1p2[2,1]"),
+    ("megatron:d1p2[3,5]v2", "2 counts of layers for p*v = 2*2 = 4 virtual stages", "megatron:d1p2[2,2,2,2]v2"),
+    ("megatron:d1p3[2,0,2]", "a stage without layers", "megatron:d1p3[1,2,1]"),
+    ("megatron:d2[1,1]p2", "d2[1,1] has counts of layers, which only p takes", "megatron:d2p2"),
+    ("megatron:(attn:d1p2|ffn:e1p2[1,1])", "given in the attn part", "megatron:(attn:d1p2[1,1]|ffn:e1)"),
+    ("sglang:d1p2[1,3]", "only megatron takes counts of layers", "sglang:d1p2"),
+    ("megatron:d2p2[3,5]e3", "4/6 is not a whole number", "megatron:d2p2[3,5]e2"),
     ("megatron:d2t2e3", "4/3 is not a whole number", "megatron:d2t2e2"),
 ]
 
@@ -120,12 +128,20 @@ def test_what_is_not_a_strategy_is_one_line(text: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_layers_are_spread_evenly(layers: int, stages: int) -> None:
+    counts = even_layers(layers, stages)
+    assert len(counts) == stages and sum(counts) == layers
+    assert max(counts) - min(counts) <= 1
+    assert counts[0] <= max(counts[1:-1], default=counts[0]) and counts[-1] <= counts[0], "embedding and output layer cost too"
+
+
 def test_close_engine_names_are_suggested() -> None:
     with pytest.raises(UserError, match="did you mean sglang"):
         parse("sglng:d1")
 
 
-@given(st.text(alphabet="megatronsgl:dtpcve0123()|afn", max_size=30))
+@given(st.text(alphabet="megatronsgl:dtpcve0123()|afn[],", max_size=30))
 def test_any_text_parses_or_is_a_users_error(text: str) -> None:
     try:
         s = parse(text)
