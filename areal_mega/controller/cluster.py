@@ -13,6 +13,7 @@ from typing import Any, Literal
 from areal_mega.algorithms.registry import algorithm_of
 from areal_mega.config.schema import Recipe
 from areal_mega.controller.calls import gather_all
+from areal_mega.controller.capabilities import check_context, describe, warnings
 from areal_mega.controller.rollout import RolloutController
 from areal_mega.controller.run import Run
 from areal_mega.controller.sync import WeightSync
@@ -162,9 +163,9 @@ class Cluster:
             for key, url in zip(rollout_keys, urls, strict=True)
         )
         capabilities = await gather_all(server.probe() for server in servers)
-        observer.note(f"inference servers: {', '.join(f'{c.engine} {c.version}' for c in capabilities)}")
-        if not all(c.hf_digests for c in capabilities):
-            observer.note("weight sync is verified by version alone: not every server reports digests of its weights")
+        check_context(capabilities, recipe)
+        for line in (describe(capabilities, recipe), *warnings(capabilities)):
+            observer.note(line)
         train = TrainController([clients[key] for key in train_keys], RankLayout(self._train), recipe, self._algorithm)
         # Between two syncs sync.every_steps batches are consumed under one version.
         staleness = StalenessControl(recipe.train.batch_size * recipe.sync.every_steps, recipe.staleness.max_staleness)

@@ -172,6 +172,16 @@ class WeightSync:
                 raise SyncMismatch(f"{who} holds weights of digest {held}, the trainer sent {digest}")
             if reported != version:
                 raise SyncMismatch(f"{who} reports weight version {reported} after a sync of version {version}")
+        if len(able) > 1 and all(each.checksums and not each.hf_digests for each in able):
+            await self._compare()
+
+    async def _compare(self) -> None:
+        """Servers without digests by HuggingFace name can still be held against each other, by checksums of their own."""
+        jobs = {f"server rank {rank}": server.checksums() for rank, server in enumerate(self._servers)}
+        (first, expected), *others = (await self._all(jobs, "comparing weights")).items()
+        for who, found in others:
+            if unlike := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
+                raise SyncMismatch(f"{who} holds other weights than {first}: {len(unlike)} of {len(expected)} differ, first {unlike[0]}")
 
     async def _held(self, server: InferenceServer, able: Capabilities) -> tuple[str | None, int]:
         """Digest (None where the server reports none) and version of the weights that a server holds."""

@@ -110,6 +110,10 @@ class FakeServer(Peer):
         assert self.version is not None
         return ServerDigest(weight_version=self.version, combined=self.digest)
 
+    async def checksums(self) -> dict[str, str]:
+        await self.do("checksums")
+        return {"0/qkv": self.digest, "0/norm": "same"}
+
     async def weight_version(self) -> int:
         await self.do("weight_version")
         return parse_version(self.base_url, self.reports or ("default" if self.version is None else str(self.version)))
@@ -118,7 +122,9 @@ class FakeServer(Peer):
 class Cast:
     """Two train ranks, two servers, and the sync over them."""
 
-    def __init__(self, folder: Path, *, hf_digests: bool = True, replica_size: int = 1, timeout_s: float = 20.0, **sync: Any) -> None:
+    def __init__(
+        self, folder: Path, *, hf_digests: bool = True, checksums: bool = False, replica_size: int = 1, timeout_s: float = 20.0, **sync: Any
+    ) -> None:
         self.events: list[tuple[str, str]] = []
         self.ranks = [FakeRank(f"train rank {rank}", self.events) for rank in range(2)]
         for rank in self.ranks:
@@ -129,7 +135,7 @@ class Cast:
         train = TrainController(self.ranks, RankLayout(parse("megatron:d2")), whole, algorithm_of(whole))  # type: ignore[arg-type]
         able = Capabilities(
             engine="e", version="1", weight_version="0", max_context=None, update_sessions=True, version_spans=True,
-            hf_digests=hf_digests, routed_experts=False,
+            hf_digests=hf_digests, routed_experts=False, checksums=checksums,
         )  # fmt: skip
         self.folder = folder / "weights"
         self.sync = WeightSync(
@@ -300,6 +306,16 @@ async def test_the_deadline_names_who_is_missing_and_who_is_silent(tmp_path: Pat
         "server rank 1 did not answer a health check either"
     )
     assert not cast.servers[0].paused and not cast.servers[1].paused
+
+
+async def test_replicas_without_digests_are_held_against_each_other(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, hf_digests=False, checksums=True)
+    await cast.push()
+    assert "checksums" in cast.of("server rank 0") and "digests" not in cast.of("server rank 0")
+    cast.servers[1].digest = "other"
+    with pytest.raises(SyncMismatch, match="server rank 1 holds other weights than server rank 0: 1 of 2 differ, first 0/qkv"):
+        await cast.push()
+    assert not any(server.paused for server in cast.servers)
 
 
 async def test_the_deadline_of_the_meeting(tmp_path: Path) -> None:
