@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -44,11 +45,11 @@ def to_hf(
     Config, tokenizer and chat template are copied byte for byte. After an interruption the same command goes on where it stopped.
     """
     shard_bytes = parse_size(shard_size)
-    from areal_mega.checkpoint import convert
-    from areal_mega.checkpoint.pool import keep_freed_memory
+    with one_line(out), progress("to-hf") as meter:
+        from areal_mega.checkpoint import convert
+        from areal_mega.checkpoint.pool import keep_freed_memory
 
-    keep_freed_memory()
-    with progress("to-hf") as meter:
+        keep_freed_memory()
         plan = convert.to_hf(checkpoint, out, dtype=_dtype(dtype), shard_bytes=shard_bytes, workers=workers, meter=meter)
     typer.echo(f"{out}: {len(plan)} tensors, {sum(spec.nbytes for spec in plan) / 1e9:.2f} GB")
 
@@ -65,11 +66,11 @@ def from_hf(
 
     After an interruption the same command goes on where it stopped.
     """
-    from areal_mega.checkpoint import convert
-    from areal_mega.checkpoint.pool import keep_freed_memory
+    with one_line(out), progress("from-hf") as meter:
+        from areal_mega.checkpoint import convert
+        from areal_mega.checkpoint.pool import keep_freed_memory
 
-    keep_freed_memory()
-    with progress("from-hf") as meter:
+        keep_freed_memory()
         manifest = convert.from_hf(model, out, strategy=strategy, dtype=_dtype(dtype), workers=workers, meter=meter)
     typer.echo(f"{out}: {len(manifest.arrays)} arrays, {manifest.nbytes / 1e9:.2f} GB")
 
@@ -84,11 +85,11 @@ def verify(
 
     Prints what differs, and ends with 1 where anything does.
     """
-    from areal_mega.checkpoint.pool import keep_freed_memory
-    from areal_mega.checkpoint.verify import verify as compare
+    with one_line(None), progress("verify") as meter:
+        from areal_mega.checkpoint.pool import keep_freed_memory
+        from areal_mega.checkpoint.verify import verify as compare
 
-    keep_freed_memory()
-    with progress("verify") as meter:
+        keep_freed_memory()
         differences = compare(a, b, workers=workers, meter=meter)
     for line in differences:
         typer.echo(line)
@@ -117,6 +118,46 @@ def parse_size(text: str) -> int:
     if value <= 0:
         raise UserError(f"--shard-size {text}: not a size; give a number with KB, MB, GB, KiB, MiB or GiB, e.g. 4GiB")
     return value
+
+
+@contextmanager
+def one_line(out: str | None) -> Iterator[None]:
+    """Whatever a conversion meets is said in one line, and ends with 2: an interruption (``SIGTERM`` like ``SIGINT``), and what the
+    system refuses.
+
+    Args:
+        out: what is written; None where nothing is.
+
+    Raises:
+        UserError: in place of ``KeyboardInterrupt`` and ``OSError``.
+    """
+    caught = ["SIGINT"]
+
+    def stop(number: int, frame: Any) -> None:
+        caught[0] = signal.Signals(number).name
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise UserError(_interrupted(out, caught[0])) from None
+    except OSError as error:
+        raise UserError(f"{error.filename or out}: {error.strerror or error}; see that it exists and may be used") from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupted(out: str | None, by: str) -> str:
+    if out is None:
+        return f"interrupted by {by}; nothing was compared to the end"
+    from areal_mega.checkpoint.location import Location
+    from areal_mega.checkpoint.manifest import MANIFEST
+
+    place = Location.parse(out)
+    if place.path.exists() if place.path is not None else place.read(MANIFEST) is not None:
+        return f"interrupted by {by}, but {out} is complete"
+    return f"interrupted by {by}; {out} is not complete, and the same command goes on where it stopped"
 
 
 def _dtype(policy: Dtype) -> Any:

@@ -83,7 +83,11 @@ class RolloutSection(Section):
     stop: list[str] = leaf([], "Stop strings, besides the model's end-of-sequence token")
     max_concurrent_prompts: PositiveInt = leaf(64, "Episodes a rollout worker runs at once", "prompts")
     request_timeout_s: PositiveFloat = leaf(600.0, "One generation request", "s")
-    request_retries: NonNegativeInt = leaf(2, "Times a failed request is sent again before its prompt is reported as poisoned")
+    request_retries: NonNegativeInt = leaf(2, "Times a failed request is sent again before the attempt at its prompt has failed")
+    prompt_timeout_s: PositiveFloat = leaf(3600.0, "One episode (all turns and rewards of one prompt); it is then ended as failed", "s")
+    prompt_attempts: PositiveInt = leaf(2, "Times a prompt is tried, elsewhere where it can be; then it is poisoned: never tried again")
+    max_poisoned_prompts: NonNegativeInt = leaf(100, "A run with more poisoned prompts ends", "prompts")
+    store_mb: PositiveFloat = leaf(4096.0, "Trajectories that a rollout worker keeps in memory; more go to files in the run directory", "MiB")
     dtype: Literal["bf16", "fp32"] = leaf("bf16", "Parameters and activations of the inference server, and of weights sent to it")
     server_args: list[str] = leaf([], "Passed to the inference server's command line verbatim")
     python: str | None = leaf(None, "Interpreter of the environment that holds SGLang; none: this one")
@@ -126,6 +130,10 @@ class RouterSection(Section):
     fp32: bool = leaf(True, "Router logits in fp32")
     expert_bias_update_rate: NonNegativeFloat = leaf(
         0.0, "Step of the router's correction bias towards balance after each update, where the model has one; 0 leaves it as loaded"
+    )
+    dispatcher: Literal["alltoall", "allgather"] = leaf(
+        "alltoall",
+        "How tokens reach experts of other ranks: each to its own, or every token to every rank, with micro-batches padded to one length",
     )
 
 
@@ -194,6 +202,42 @@ class ObserveSection(Section):
     report: bool = leaf(True, "Write <run>/report.html at the end")
 
 
+class SlurmResources(Section):
+    """What a task asks Slurm for, in sbatch's own words; none: not asked for."""
+
+    partition: str | None = leaf(None, "Partition")
+    account: str | None = leaf(None, "Account that is charged")
+    qos: str | None = leaf(None, "Quality of service")
+    time: str | None = leaf(None, "Time limit, e.g. 4:00:00")
+    constraint: str | None = leaf(None, "Node features")
+    gres: str | None = leaf(None, "Generic resources of one task, e.g. gpu:8")
+    reservation: str | None = leaf(None, "Reservation")
+    cpus_per_task: PositiveInt | None = leaf(None, "CPU cores of one task", "cores")
+    mem: str | None = leaf(None, "Memory of one task, e.g. 200G; 0 is the whole node's")
+    exclude: str | None = leaf(None, "Nodes not to use")
+
+
+class SlurmSection(SlurmResources):
+    """Runs as Slurm arrays. The common resources hold for both roles; ``train`` and ``rollout`` override them."""
+
+    slots_per_task: PositiveInt | None = leaf(None, "GPUs (or CPU slots) of one array task: a node, or a slice of one", "slots")
+    train: SlurmResources = section(SlurmResources)
+    rollout: SlurmResources = section(SlurmResources)
+    output: str = leaf("slurm-%x-%A_%a.out", "File of a task's own output, in sbatch's patterns")
+    requeue: bool = leaf(True, "Slurm may start a task again after a node failure or preemption")
+    signal_s: PositiveInt = leaf(300, "A task is told so long before its time limit", "s")
+    mail_type: str | None = leaf(None, "Events that send mail, e.g. END,FAIL")
+    mail_user: str | None = leaf(None, "Who gets mail")
+    extra: list[str] = leaf([], "More #SBATCH options, verbatim, e.g. --exclusive")
+    setup: list[str] = leaf([], "Shell lines before the program starts, e.g. module load cuda; source venv/bin/activate")
+    container: Literal["none", "apptainer", "pyxis"] = leaf("none", "How a task enters its container")
+    image: str | None = leaf(None, "Container image; needed with a container")
+    container_args: list[str] = leaf([], "More options of apptainer exec, or srun's --container-... options with pyxis")
+    queue_timeout_s: PositiveFloat = leaf(
+        259200.0, "Longest wait for tasks to leave the queue, at the start and after a requeue; start-up time counts from there", "s"
+    )
+
+
 class LaunchSection(Section):
     device: Literal["auto", "cpu", "cuda"] = leaf("auto", "auto: cuda where a GPU is visible")
     slots: PositiveInt | None = leaf(None, "GPUs (or CPU slots) of this machine; none: all GPUs, or as many CPU slots as ranks")
@@ -206,6 +250,7 @@ class LaunchSection(Section):
     threads: PositiveInt = leaf(1, "OMP_NUM_THREADS of every process on a CPU")
     train_cpus: list[int] = leaf([], "Pin train ranks to these cores (benchmarks); empty: not pinned")
     rollout_cpus: list[int] = leaf([], "Pin rollout workers and servers to these cores; empty: not pinned")
+    slurm: SlurmSection = section(SlurmSection)
 
 
 class Recipe(Section):

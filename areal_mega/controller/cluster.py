@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ from areal_mega.core.errors import UserError
 from areal_mega.core.types import Prompt
 from areal_mega.data.stream import PromptStream
 from areal_mega.launch.commands import server_spec, worker_spec
-from areal_mega.launch.local import LocalLauncher, ProcessSpec
+from areal_mega.launch.local import ProcessSpec
+from areal_mega.launch.machines import Launcher, Machines, ThisMachine
 from areal_mega.launch.rundir import RunDir
 from areal_mega.models.hf_config import load_hf_config
 from areal_mega.models.ownership import Ownership
@@ -30,12 +31,11 @@ from areal_mega.models.registry import family_for
 from areal_mega.observe.observer import Observer
 from areal_mega.parallel.balance import CostModel
 from areal_mega.parallel.layout import RankLayout
-from areal_mega.parallel.placement import place
 from areal_mega.parallel.strategy import ParallelStrategy, parse
 from areal_mega.rollout.engines import client_for
 from areal_mega.rollout.staleness import StalenessControl
 from areal_mega.rpc.client import RpcClient
-from areal_mega.rpc.wire import format_address, listen_socket
+from areal_mega.rpc.wire import format_address
 from areal_mega.sync import GRACE_S
 
 log = logging.getLogger(__name__)
@@ -46,11 +46,14 @@ Device = Literal["cpu", "cuda"]
 class Cluster:
     """Every process of a run but this one. ``recipe`` is the run's, with the device decided.
 
+    Args:
+        machines: where they live; none: on this machine.
+
     Raises:
         UserError: model, strategies and machine do not fit together.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, machines: Machines | None = None) -> None:
         self._device = find_device(recipe.launch.device)
         # Decided once, here: a train rank that found another device would wait for a communicator of another kind.
         decided = recipe.launch.model_copy(update={"device": self._device})
@@ -61,9 +64,8 @@ class Cluster:
             load_hf_config(recipe.model.reference_path)
         self._train, self._rollout = parse(recipe.train.strategy), parse(recipe.rollout.strategy)
         check_layout(self._hf_config, self._train)
-        listen_socket(recipe.launch.host, 0).close()
-        self._placement = place(self._train, self._rollout, recipe.launch.slots, self._device)
-        self._launcher: LocalLauncher | None = None
+        self.machines: Machines = machines if machines is not None else ThisMachine(recipe, self._device)
+        self._launcher: Launcher | None = None
         self._listener: asyncio.Task[None] | None = None
 
     @property
@@ -73,18 +75,14 @@ class Cluster:
     @asynccontextmanager
     async def running(self, run_dir: RunDir, stream: PromptStream, valid: Sequence[Prompt], observer: Observer) -> AsyncIterator[Run]:
         """Start everything, connect it, and end it at the exit."""
-        launch = self._recipe.launch
-        clock = time.perf_counter()
         async with AsyncExitStack() as stack:
             if self._recipe.model.weights == "random":
                 await asyncio.to_thread(_make_model, self._recipe, run_dir)
-            self._launcher = launcher = LocalLauncher(
-                run_dir, startup_timeout_s=launch.startup_timeout_s, shutdown_timeout_s=launch.shutdown_timeout_s
-            )
-            # In a thread: it waits for processes to end, and connections still have to be closed meanwhile.
-            stack.push_async_callback(asyncio.to_thread, launcher.stop)
-            urls, specs = self._specs(run_dir)
-            launcher.start(specs)
+            self._launcher = launcher = await self.machines.launcher(run_dir, observer.note)
+            clock = time.perf_counter()
+            stack.push_async_callback(launcher.close)
+            urls, specs = await self._specs(run_dir)
+            await launcher.launch(specs)
             run = await launcher.supervise(self._connect(stack, run_dir, urls, stream, valid, observer))
             observer.note(f"{len(specs)} processes ready after {time.perf_counter() - clock:.0f} s; logs: {run_dir.path / 'logs'}")
             self._listener = asyncio.create_task(run.rollout.listen())
@@ -107,16 +105,18 @@ class Cluster:
         finally:
             await _end(task)
 
-    def _specs(self, run_dir: RunDir) -> tuple[list[str], list[ProcessSpec]]:
+    async def _specs(self, run_dir: RunDir) -> tuple[list[str], list[ProcessSpec]]:
         """Base URL of every inference server, and every process to start."""
-        recipe, device, host = self._recipe, self._device, self._recipe.launch.host
+        recipe, device, machines = self._recipe, self._device, self.machines
         model_path = run_dir.model_path(recipe)
         specs, urls = [], []
         for rank in range(self._train.world_size):
-            slots = self._placement.slots("train", rank) if device == "cuda" else ()
+            slots = machines.slots(("train", rank))
             specs.append(worker_spec("train", rank, run_dir=run_dir, recipe=recipe, device=device, gpus=slots))
-        for replica, port in enumerate(_free_ports(host, self._rollout.dp)):
-            slots = self._placement.slots("server", replica) if device == "cuda" else ()
+        ports = await machines.ports([("server", replica) for replica in range(self._rollout.dp)])
+        for replica in range(self._rollout.dp):
+            key = ("server", replica)
+            host, port = machines.host(key), ports[key]
             specs.append(
                 server_spec(
                     replica,
@@ -126,7 +126,7 @@ class Cluster:
                     host=host,
                     port=port,
                     device=device,
-                    gpus=slots,
+                    gpus=machines.slots(key),
                 )
             )
             specs.append(worker_spec("rollout", replica, run_dir=run_dir, recipe=recipe, device=device))
@@ -168,7 +168,11 @@ class Cluster:
             observer.note(line)
         train = TrainController([clients[key] for key in train_keys], RankLayout(self._train), recipe, self._algorithm)
         # Between two syncs sync.every_steps batches are consumed under one version.
-        staleness = StalenessControl(recipe.train.batch_size * recipe.sync.every_steps, recipe.staleness.max_staleness)
+        staleness = StalenessControl(
+            recipe.train.batch_size * recipe.sync.every_steps,
+            recipe.staleness.max_staleness,
+            total=recipe.train.batch_size * recipe.run.steps,
+        )
         rollout = RolloutController([clients[key] for key in rollout_keys], stream, staleness, recipe, self._algorithm)
         sync = WeightSync(
             train,
@@ -177,6 +181,7 @@ class Cluster:
             recipe,
             replica_size=self._rollout.replica_size,
             backend="nccl" if self._device == "cuda" else "gloo",
+            host=self.machines.host(("train", 0)),
             folder=run_dir.path / "weights",
         )
         return Run(
@@ -231,17 +236,6 @@ def _make_model(recipe: Recipe, run_dir: RunDir) -> None:
     from areal_mega.models.random_init import make_random_model
 
     make_random_model(recipe.model.path, run_dir.model_path(recipe), recipe.run.seed)
-
-
-def _free_ports(host: str, count: int) -> list[int]:
-    """Distinct free ports: all are held until all are known.
-
-    Raises:
-        UserError: ``launch.host`` is no address of this machine.
-    """
-    with ExitStack() as stack:
-        probes = [stack.enter_context(listen_socket(host, 0)) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

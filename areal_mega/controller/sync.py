@@ -58,11 +58,12 @@ class WeightSync:
         *,
         replica_size: int,
         backend: str,
+        host: str,
         folder: Path,
     ) -> None:
         self._train, self._servers, self._capabilities, self._recipe = train, servers, capabilities, recipe
         self._section = recipe.sync
-        self._replica_size, self._backend, self._folder = replica_size, backend, folder
+        self._replica_size, self._backend, self._host, self._folder = replica_size, backend, host, folder
         self._buckets: list[dict[str, Any]] = []
         self._group = ""
 
@@ -76,7 +77,7 @@ class WeightSync:
         if self._section.transport == "disk":
             return
         self._group = f"weights-{secrets.token_hex(4)}"
-        host = self._recipe.launch.host
+        host = self._host
         port = (await self._train.call("sync_host", address=host))[0]
         world_size = 1 + len(self._servers) * self._replica_size
         joins = self._train.calls("sync_join", address=host, port=port, world_size=world_size, name=self._group)

@@ -29,6 +29,7 @@ from areal_mega.data.registry import load_rows
 from areal_mega.data.rows import check_rows
 from areal_mega.data.stream import PromptStream
 from areal_mega.data.tokenizer import load_tokenizer
+from areal_mega.launch.machines import Machines
 from areal_mega.launch.rundir import RunDir
 from areal_mega.observe.observer import Observer
 
@@ -45,6 +46,7 @@ class Trainer:
         train_dataset, valid_dataset: rows in place of ``data.train`` and ``data.valid`` (mappings with ``prompt`` or ``messages``, and
             ``answer``); a HuggingFace dataset is such an iterable. They are kept in the run directory.
         provenance: where each setting came from, for the report.
+        machines: where the processes live; none: on this machine.
 
     Raises:
         UserError: what can be known to be wrong before any process starts.
@@ -57,10 +59,11 @@ class Trainer:
         train_dataset: Rows | None = None,
         valid_dataset: Rows | None = None,
         provenance: Mapping[str, str] | None = None,
+        machines: Machines | None = None,
     ) -> None:
         self._recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
         self._given = {"train": train_dataset, "valid": valid_dataset}
-        self._provenance = provenance
+        self._provenance, self._machines = provenance, machines
         self._run_dir: RunDir | None = None
 
     def __enter__(self) -> Self:
@@ -91,7 +94,7 @@ class Trainer:
         valid = datasets["valid"]
         if valid is None and recipe.data.valid is not None:
             valid = load_rows(recipe.data.valid)
-        cluster = Cluster(recipe)
+        cluster = Cluster(recipe, self._machines)
         recipe = cluster.recipe
         tokenizer = load_tokenizer(recipe.model.path)
         rows, skipped = _fitting(recipe, tokenizer, rows)
@@ -115,9 +118,17 @@ class Trainer:
 
     async def _run(self, cluster: Cluster, stream: PromptStream, prompts: list[Prompt], observer: Observer) -> dict[str, Any]:
         assert self._run_dir is not None
-        async with cluster.running(self._run_dir, stream, prompts, observer) as run:
-            loop = overlapped_loop if run.recipe.run.overlap else plain_loop
-            await cluster.supervise(loop(run))
+        why = "interrupted"
+        try:
+            async with cluster.running(self._run_dir, stream, prompts, observer) as run:
+                loop = overlapped_loop if run.recipe.run.overlap else plain_loop
+                await cluster.supervise(loop(run))
+            why = ""
+        except Exception as error:
+            why = f"{error}".partition("\n")[0] or type(error).__name__
+            raise
+        finally:
+            await cluster.machines.close(why)
         return {
             "run_dir": self._run_dir.path,
             "steps": run.recipe.run.steps,

@@ -8,13 +8,13 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from areal_mega.config.checks import SERVER_FLAGS
+from areal_mega.config.checks import SERVER_FLAGS, server_flag
 from areal_mega.config.schema import Recipe
 from areal_mega.core.errors import UserError
 from areal_mega.launch.local import ProcessSpec
 from areal_mega.launch.rundir import RunDir
 from areal_mega.parallel.strategy import ParallelStrategy
-from areal_mega.sync import GRACE_S
+from areal_mega.sync import GRACE_S, vllm_plugin
 
 Device = Literal["cpu", "cuda"]
 
@@ -60,7 +60,7 @@ def server_spec(
         UserError: ``rollout.server_args`` sets what the recipe sets elsewhere.
     """
     for arg in recipe.rollout.server_args:
-        if (flag := arg.partition("=")[0]) in SERVER_FLAGS:
+        if (flag := server_flag(arg)) in SERVER_FLAGS:
             raise UserError(f"rollout.server_args has {flag}, which {SERVER_FLAGS[flag]} decides; remove it")
     build = _SERVERS.get(strategy.engine)
     if build is None:
@@ -69,6 +69,8 @@ def server_spec(
     full = process_env(recipe, device=device, gpus=gpus) | dict(env or {})
     if strategy.engine == "embedded":
         full.setdefault("PYTHONPATH", python_path(os.environ))
+    elif strategy.engine == "vllm":
+        full = _vllm_env(device, os.environ) | full
     elif device == "cpu":
         full.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     return ProcessSpec(role="server", rank=rank, argv=argv, env=full, cpus=_cpus("server", recipe))
@@ -114,7 +116,7 @@ def visible_devices(gpus: Sequence[int], parent: Mapping[str, str]) -> str:
 def python_path(parent: Mapping[str, str]) -> str:
     """``PYTHONPATH`` for our own processes: this one's import path beyond the installation, so that they find a user's workflow too.
 
-    Not for SGLang, whose interpreter may be another one.
+    Not for SGLang and vLLM, whose interpreter may be another one.
     """
     paths = sysconfig.get_paths()
     installed = [os.path.realpath(paths[kind]) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
@@ -132,12 +134,33 @@ def _sglang_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, de
     return argv + ["--device=cpu"] * (device == "cpu")
 
 
+def _vllm_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, device: Device) -> list[str]:
+    # Not `vllm serve`: some builds of vLLM for CPUs have no such program.
+    argv = [recipe.rollout.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model_path}"]
+    argv += [f"--dtype={_DTYPES[recipe.rollout.dtype]}", f"--seed={recipe.run.seed}"]
+    sizes = {"--tensor-parallel-size": strategy.tp, "--pipeline-parallel-size": strategy.pp}
+    argv += [f"{flag}={size}" for flag, size in sizes.items() if size > 1]
+    argv += ["--enable-expert-parallel"] * (strategy.ep > 1)
+    plug_in = [f"--worker-extension-cls={vllm_plugin.EXTENSION}", f'--weight-transfer-config={{"backend": "{vllm_plugin.BACKEND}"}}']
+    return [*argv, "--enable-scale-out", "--logprobs-mode=processed_logprobs", *plug_in]
+
+
+def _vllm_env(device: Device, parent: Mapping[str, str]) -> dict[str, str]:
+    """Pauses and weight transfer are in vLLM's routes for developers. Its interpreter sees the plug-in, and nothing else of ours."""
+    paths = [str(vllm_plugin.FOLDER), *filter(None, [parent.get("PYTHONPATH")])]
+    env = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(paths), "VLLM_NO_USAGE_STATS": parent.get("VLLM_NO_USAGE_STATS", "1")}
+    if device == "cpu":
+        # The launcher pins processes and counts their threads; left to itself, vLLM takes half of the cores that it may use.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = parent.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return env
+
+
 def _embedded_argv(recipe: Recipe, strategy: ParallelStrategy, model_path: str, device: Device) -> list[str]:
     timeout_s = recipe.sync.timeout_s + GRACE_S
     return [*_OUR_PYTHON, "areal_mega.serving", model_path, f"--dtype={_DTYPES[recipe.rollout.dtype]}", f"--dist-timeout={timeout_s:g}"]
 
 
-_SERVERS = {"sglang": _sglang_argv, "embedded": _embedded_argv}
+_SERVERS = {"sglang": _sglang_argv, "vllm": _vllm_argv, "embedded": _embedded_argv}
 
 
 def _cpus(role: str, recipe: Recipe) -> tuple[int, ...]:

@@ -66,7 +66,9 @@ class LocalLauncher:
         self._startup_timeout_s, self._shutdown_timeout_s = startup_timeout_s, shutdown_timeout_s
         self._marker = secrets.token_hex(8)
         self._children: dict[Key, subprocess.Popen[bytes]] = {}
-        self._exits: list[tuple[Key, int]] = []
+        self._deaths: list[tuple[Key, int]] = []
+        """Unexpected ends, first one first."""
+        self._reported = 0
         self._expected: set[Key] = set()
         self._stopping = False
         self._guard: subprocess.Popen[bytes] | None = None
@@ -90,7 +92,7 @@ class LocalLauncher:
         assert not self._stopping, "start after stop"
         batch = tuple(specs)
         for spec in batch:
-            assert spec.key not in self._children, f"{spec.role} rank {spec.rank} is started twice"
+            assert spec.key not in self._pidfds.values(), f"{spec.role} rank {spec.rank} is started twice"
             _check(spec)
         if self._guard is None:
             _check_kernel()
@@ -98,6 +100,7 @@ class LocalLauncher:
         for spec in batch:
             child = self._spawner.submit(self._spawn, spec).result()
             self._children[spec.key] = child
+            self._expected.discard(spec.key)
             self._tell_guard(f"+{child.pid}")
             pidfd = os.pidfd_open(child.pid)
             self._pidfds[pidfd] = spec.key
@@ -107,9 +110,33 @@ class LocalLauncher:
     def pid(self, role: str, rank: int) -> int:
         return self._children[role, rank].pid
 
+    async def launch(self, specs: Iterable[ProcessSpec]) -> None:
+        """``start``, as every launcher has it."""
+        self.start(specs)
+
     def expect_exit(self, keys: Iterable[Key]) -> None:
         """From now on these may end by themselves."""
         self._expected.update(keys)
+
+    def new_deaths(self) -> list[tuple[Key, int]]:
+        """Unexpected ends since the last call, with exit codes as ``exit_code``."""
+        self._collect(0.0)
+        found, self._reported = self._deaths[self._reported :], len(self._deaths)
+        return found
+
+    def end(self, key: Key) -> None:
+        """End one process, which was meant to go on. Blocks for as long as ``stop`` may."""
+        self.expect_exit([key])
+        child = self._children[key]
+        if child.returncode is None:
+            processes.send([child.pid], signal.SIGTERM)
+            self._wait_exits(self._shutdown_timeout_s, only=key)
+            processes.kill_members({child.pid} if child.returncode is None else set())
+            self._wait_exits(5.0, only=key)
+
+    async def close(self) -> None:
+        """``stop`` in a thread: it waits for processes to end, and connections still have to be closed meanwhile."""
+        await asyncio.to_thread(self.stop)
 
     def exit_code(self, role: str, rank: int) -> int | None:
         """As ``subprocess.Popen.returncode``: None while it lives, negative for a signal."""
@@ -208,18 +235,23 @@ class LocalLauncher:
             # What it leaves behind goes now, while the unreaped child still keeps its number, and so its session, from being given away.
             processes.kill_members({child.pid}, timeout_s=1.0)
             self._tell_guard(f"-{child.pid}")
-            self._exits.append((key, child.wait()))
+            code = child.wait()
+            if key not in self._expected and not self._stopping:
+                self._deaths.append((key, code))
 
-    def _wait_exits(self, timeout_s: float) -> list[Key]:
-        """Wait until all have ended; returns those that have not."""
+    def _wait_exits(self, timeout_s: float, only: Key | None = None) -> list[Key]:
+        """Wait until all (or one) have ended; returns those that have not."""
         deadline = time.monotonic() + timeout_s
-        while self._pidfds and (left := deadline - time.monotonic()) > 0:
+        while (alive := self._alive(only)) and (left := deadline - time.monotonic()) > 0:
             self._collect(min(left, 0.2))  # in slices, so that a Ctrl-C that another thread received is seen soon
-        return sorted(self._pidfds.values())
+        return alive
+
+    def _alive(self, only: Key | None) -> list[Key]:
+        return sorted(key for key in list(self._pidfds.values()) if only is None or key == only)
 
     def _raise_death(self) -> None:
         self._collect(0.0)
-        for key, code in self._exits:
+        for key, code in self._deaths:
             if key not in self._expected and not self._stopping:
                 raise self._death(key, code)
 
@@ -232,7 +264,7 @@ class LocalLauncher:
         if role == "server" and code == 2 and lines:
             # A server is a program of its own: refusing its command line or its model, it exits with 2 and says why in its last line.
             return UserError(f"{role} rank {rank}: {lines.splitlines()[-1].removeprefix('error: ')} (log: {path})")
-        return WorkerDied(role=role, rank=rank, cause=_cause(code), log=str(path), last_lines=lines)
+        return WorkerDied(role=role, rank=rank, cause=cause_of(code), log=str(path), last_lines=lines)
 
     def _describe_missing(self, missing: Sequence[Key]) -> str:
         names = ", ".join(f"{role} rank {rank}" for role, rank in missing)
@@ -291,7 +323,8 @@ def tail(path: Path) -> str:
         return ""
 
 
-def _cause(code: int) -> str:
+def cause_of(code: int) -> str:
+    """An exit code in words."""
     if code >= 0:
         return f"exit code {code}"
     try:

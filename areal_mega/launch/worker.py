@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 USER_ERROR, FAILED = 2, 1
 """Exit codes."""
 
+HOST_ENV = "AREAL_MEGA_HOST"
+"""Environment variable: the address of this machine where the process listens, in place of ``launch.host``, which every machine shares."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
@@ -40,6 +43,11 @@ class WorkerContext:
     @property
     def name(self) -> str:
         return f"{self.role} rank {self.rank}"
+
+    @property
+    def host(self) -> str:
+        """Where this process listens."""
+        return os.environ.get(HOST_ENV) or self.recipe.launch.host
 
     @property
     def model_path(self) -> str:

@@ -55,7 +55,8 @@ class Reads:
             if isinstance(node, ast.Attribute):
                 for owner in self.sections(node.value):
                     if node.attr in owner.model_fields:
-                        self.found.add((owner, node.attr))
+                        # What reads a section reads those that extend it.
+                        self.found.update((section, node.attr) for section in CLASSES.values() if issubclass(section, owner))
 
     def _learn(self, target: ast.expr, classes: set[type[Section]]) -> None:
         name = target.id if isinstance(target, ast.Name) else target.attr if isinstance(target, ast.Attribute) else None

@@ -139,7 +139,7 @@ class Cast:
         )  # fmt: skip
         self.folder = folder / "weights"
         self.sync = WeightSync(
-            train, self.servers, [able, able], whole, replica_size=replica_size, backend="gloo", folder=self.folder  # type: ignore[arg-type]
+            train, self.servers, [able, able], whole, replica_size=replica_size, backend="gloo", host="127.0.0.1", folder=self.folder  # type: ignore[arg-type]
         )  # fmt: skip
 
     async def push(self, version: int = 3) -> dict[str, float]:

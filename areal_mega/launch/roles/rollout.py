@@ -16,8 +16,9 @@ def main(context: WorkerContext) -> None:
 
 async def _serve(context: WorkerContext) -> None:
     server = RpcServer(context.token, context.name)
-    address = await server.start(context.recipe.launch.host)
-    worker = RolloutWorker(context.recipe, address=address)
+    address = await server.start(context.host)
+    spill = context.run_dir.path / "spill" / f"rollout-{context.rank}"
+    worker = RolloutWorker(context.recipe, address=address, spill=spill)
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     try:

@@ -28,7 +28,7 @@ def main(context: WorkerContext) -> None:
     recipe = context.recipe
     world_size = parse(recipe.train.strategy).world_size
     server = RankServer(context.token, context.name)
-    address = server.start(recipe.launch.host)
+    address = server.start(context.host)
 
     platform = detect(recipe.launch.device)
     with platform.importing():
@@ -64,7 +64,7 @@ def _store(context: WorkerContext, world_size: int) -> Store:
 
     recipe = context.recipe
     timeout = timedelta(seconds=recipe.launch.startup_timeout_s)
-    host = recipe.launch.host
+    host = context.host
     if context.rank == 0:
         store = dist.TCPStore(host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         context.run_dir.announce(*STORE, f"{host}:{store.port}")

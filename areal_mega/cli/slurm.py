@@ -1,0 +1,61 @@
+"""``areal-mega slurm``: the script of a recipe, and what its array tasks run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal_mega.cli.recipe import OverridesArgument, RecipeArgument, load, naming_lines
+
+app = typer.Typer(help="Runs as Slurm arrays.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command("render")
+def render(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write the script to; none: print it.")] = None,
+) -> None:
+    """Write the sbatch script of a recipe, to read, edit and submit by hand."""
+    resolved, _ = load(recipe, overrides)
+    from areal_mega.launch.slurm.script import render as render_scripts
+
+    with naming_lines(resolved):
+        scripts = render_scripts(resolved.recipe, recipe_path=str(recipe), overrides=overrides or ())
+    for script in scripts:
+        if out is None:
+            typer.echo(script.text, nl=False)
+            continue
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / script.file_name(recipe.stem)
+        path.write_text(script.text)
+        typer.echo(str(path))
+
+
+@app.command("task", hidden=True)
+def task(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    first_task: Annotated[int, typer.Option(help="Number in the run of this array's task 0.")] = 0,
+    agent: Annotated[bool, typer.Option("--agent", help="Only the agent, also for task 0.")] = False,
+) -> None:
+    """Be one task of a submitted run: the array index decides the role."""
+    resolved, _ = load(recipe, overrides)
+    from areal_mega.launch.slurm.meeting import ArrayTask
+    from areal_mega.launch.slurm.task import agent_beside, run_agent, tasks_of
+
+    who = ArrayTask.current(os.environ, first_task)
+    if agent or who.task:
+        with naming_lines(resolved):
+            run_agent(resolved.recipe, who)
+        return
+    from areal_mega.cli.train import run
+    from areal_mega.launch.slurm.machines import SlurmTasks
+
+    with naming_lines(resolved):
+        machines = SlurmTasks(resolved.recipe, tasks_of(resolved.recipe, who))
+    with agent_beside(["slurm", "task", str(recipe), *(overrides or ()), "--agent"]):
+        run(resolved, machines)

@@ -1,0 +1,104 @@
+"""Where the processes of a run live: what the controller asks of a launcher, and the launcher of one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal, Protocol
+
+from areal_mega.config.schema import Recipe
+from areal_mega.launch.local import LocalLauncher, ProcessSpec
+from areal_mega.launch.rundir import Key, RunDir
+from areal_mega.parallel.placement import place
+from areal_mega.parallel.strategy import parse
+from areal_mega.rpc.wire import listen_socket
+
+
+class Launcher(Protocol):
+    """The processes of one attempt."""
+
+    async def launch(self, specs: Iterable[ProcessSpec]) -> None:
+        """Start processes; returns before they are ready. A process that has ended may be started again under its key."""
+
+    async def wait_ready(self, keys: Iterable[Key]) -> dict[Key, dict[str, Any]]:
+        """Wait until all of ``keys`` have announced themselves; returns what they announced.
+
+        Raises:
+            WorkerDied, UserError: a process ended meanwhile.
+            DeadlineExceeded: ``launch.startup_timeout_s`` passed; names who is missing.
+        """
+
+    async def supervise[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work``; the unexpected end of a process ends it.
+
+        Raises:
+            WorkerDied, UserError: why; otherwise whatever ``work`` raises.
+        """
+
+    def expect_exit(self, keys: Iterable[Key]) -> None:
+        """From now on these may end by themselves."""
+
+    async def close(self) -> None:
+        """End everything."""
+
+
+class Machines(Protocol):
+    """The machines of a run: where each process goes, and how it is started there."""
+
+    def slots(self, key: Key) -> tuple[int, ...]:
+        """The GPUs of a process, counted among those of its machine."""
+
+    async def launcher(self, run_dir: RunDir, say: Callable[[str], None]) -> Launcher:
+        """For a new attempt. Waits for machines that are not there yet; ``say`` gets a line now and then while it does."""
+
+    def host(self, key: Key) -> str:
+        """The address where a process listens. Known once there is a launcher."""
+
+    async def ports(self, keys: Sequence[Key]) -> dict[Key, int]:
+        """A free port for each process, on its machine."""
+
+    async def close(self, why: str) -> None:
+        """The run is over; ``why`` is empty where all went well."""
+
+
+class ThisMachine:
+    """All processes here.
+
+    Raises:
+        UserError: the strategies do not fit the machine, or ``launch.host`` is no address of it.
+    """
+
+    def __init__(self, recipe: Recipe, device: Literal["cpu", "cuda"]) -> None:
+        self._launch = recipe.launch
+        self._device = device
+        listen_socket(self._launch.host, 0).close()
+        self._placement = place(parse(recipe.train.strategy), parse(recipe.rollout.strategy), recipe.launch.slots, device)
+
+    def slots(self, key: Key) -> tuple[int, ...]:
+        role, rank = key
+        if self._device == "cpu" or role not in ("train", "server"):
+            return ()
+        return self._placement.slots("train" if role == "train" else "server", rank)
+
+    async def launcher(self, run_dir: RunDir, say: Callable[[str], None]) -> LocalLauncher:
+        return LocalLauncher(run_dir, startup_timeout_s=self._launch.startup_timeout_s, shutdown_timeout_s=self._launch.shutdown_timeout_s)
+
+    def host(self, key: Key) -> str:
+        return self._launch.host
+
+    async def ports(self, keys: Sequence[Key]) -> dict[Key, int]:
+        return dict(zip(keys, free_ports(self._launch.host, len(keys)), strict=True))
+
+    async def close(self, why: str) -> None:
+        return None
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Distinct free ports of this machine: all are held until all are known.
+
+    Raises:
+        UserError: ``host`` is no address of this machine.
+    """
+    with ExitStack() as stack:
+        probes = [stack.enter_context(listen_socket(host, 0)) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]

@@ -1,0 +1,265 @@
+"""The controller's side of a run whose processes live on many tasks: the same interface as the local launcher, over the tasks' agents.
+
+Time in the queue is not start-up time: ``gather`` waits for the tasks with a deadline of its own, and what starts afterwards has
+``launch.startup_timeout_s`` as it has on one machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from areal_mega.config.schema import Recipe
+from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError, WorkerDied
+from areal_mega.launch.local import ProcessSpec, tail
+from areal_mega.launch.rundir import Key, RunDir
+from areal_mega.launch.slurm.jobs import Slurm, TaskState
+from areal_mega.launch.slurm.meeting import Meeting, Presence
+from areal_mega.launch.slurm.tasks import TaskPlan
+from areal_mega.rpc.client import PeerUnreachable, RpcClient
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_CALL_S = 30.0
+_EVENTS_S = 5.0
+_LOST_S = 20.0
+"""An agent that cannot be reached for so long is lost, whatever Slurm says: its node may be dead before Slurm notices."""
+_SAY_S = 60.0
+"""How often a wait says what it waits for."""
+
+
+class Tasks:
+    """The tasks of one submission, as the controller sees them: who is here, and what Slurm says of the others."""
+
+    def __init__(self, recipe: Recipe, plan: TaskPlan, meeting: Meeting) -> None:
+        self.plan = plan
+        self._recipe, self._meeting = recipe, meeting
+        self._slurm = Slurm()
+        self._agents: dict[int, tuple[Presence, RpcClient]] = {}
+
+    def presence(self, task: int) -> Presence:
+        return self._agents[task][0]
+
+    def agent(self, task: int) -> RpcClient:
+        return self._agents[task][1]
+
+    async def gather(self, tasks: Iterable[int], say: Any) -> None:
+        """Wait until all these tasks are here and answer.
+
+        Args:
+            say: called with a line for the user, now and then.
+
+        Raises:
+            DeadlineExceeded: ``launch.slurm.queue_timeout_s`` passed; names who is missing and their state in the queue.
+            RunFailed: a missing task is over and will not start again.
+        """
+        wanted, timeout_s = sorted(tasks), self._recipe.launch.slurm.queue_timeout_s
+        start = said = time.monotonic()
+        while missing := [task for task in wanted if not await self._is_here(task)]:
+            states = await self.states()
+            for task in missing:
+                if (state := states.get(task)) is not None and state.ended:
+                    raise RunFailed(f"task {task} ({self.plan.describe(task)}) is over before it joined: {state}")
+            now = time.monotonic()
+            what = "; ".join(self._missing(task, states) for task in missing[:4]) + ("; ..." if len(missing) > 4 else "")
+            if now - start > timeout_s:
+                raise DeadlineExceeded(
+                    f"tasks missing after launch.slurm.queue_timeout_s={timeout_s:g} s: {what}; see {self._meeting.path}"
+                )
+            if now - said > _SAY_S:
+                said = now
+                say(f"waiting for {len(missing)} of {len(wanted)} tasks: {what}")
+            await asyncio.sleep(_POLL_S)
+
+    async def states(self) -> dict[int, TaskState]:
+        """Slurm's word on the tasks of the first array (and of the second, counted on from it), by number."""
+        jobs = self._meeting.jobs()
+        found = await asyncio.to_thread(self._slurm.tasks, jobs)
+        first = {job: self.plan.train_tasks * place for place, job in enumerate(jobs)}
+        return {first[state.job] + state.index: state for state in found if state.job in first}
+
+    async def leave(self, why: str) -> None:
+        """The run is over: every task ends. ``why`` is empty where all went well, and the tasks fail otherwise."""
+        results = await asyncio.gather(
+            *(client.call("leave", why=why, timeout_s=_CALL_S) for _, client in self._agents.values()), return_exceptions=True
+        )
+        for (presence, client), result in zip(self._agents.values(), results, strict=True):
+            if isinstance(result, BaseException):
+                log.warning("task %d was not told to leave: %s", presence.task, result)
+            await client.close()
+        self._agents.clear()
+
+    async def _is_here(self, task: int) -> bool:
+        """Whether a task's newest incarnation answers."""
+        presence = self._meeting.present().get(task)
+        if presence is None:
+            return False
+        known = self._agents.get(task)
+        if known is None or known[0] != presence:
+            if known is not None:
+                await known[1].close()
+            client = RpcClient(presence.address, presence.token, peer=f"agent of task {task}")
+            self._agents[task] = presence, client
+        try:
+            answer = await self._agents[task][1].call("hello", timeout_s=_CALL_S)
+        except (PeerUnreachable, DeadlineExceeded):
+            return False  # an earlier start of the task left this file
+        return bool(answer["incarnation"] == presence.incarnation)
+
+    def _missing(self, task: int, states: dict[int, TaskState]) -> str:
+        return f"task {task} ({self.plan.describe(task)}): {states.get(task, 'not seen in the queue')}"
+
+
+class RemoteLauncher:
+    """The processes of one attempt, on the tasks of a submission. Used as ``LocalLauncher`` is."""
+
+    def __init__(self, run_dir: RunDir, tasks: Tasks, *, startup_timeout_s: float) -> None:
+        self._run_dir, self._tasks, self._startup_timeout_s = run_dir, tasks, startup_timeout_s
+        self._expected: set[Key] = set()
+        self._failure: asyncio.Future[NoReturn] | None = None
+        self._stack = AsyncExitStack()
+        self._limit = asyncio.Event()
+
+    async def begin(self) -> None:
+        """Take over the agents for this attempt; what an earlier one left there is ended."""
+        self._failure = asyncio.get_running_loop().create_future()
+        await asyncio.gather(
+            *(
+                self._tasks.agent(task).call(
+                    "begin", run_dir=str(self._run_dir.path), attempt=self._run_dir.attempt, timeout_s=self._startup_timeout_s
+                )
+                for task in range(self._tasks.plan.tasks)
+            )
+        )
+        listeners = [asyncio.create_task(self._listen(task)) for task in range(self._tasks.plan.tasks)]
+        self._stack.push_async_callback(_end_all, listeners)
+
+    async def launch(self, specs: Iterable[ProcessSpec]) -> None:
+        """Start processes, each on its task."""
+        by_task: dict[int, list[dict[str, Any]]] = {}
+        for spec in specs:
+            plain = asdict(spec) | {"argv": list(spec.argv), "env": dict(spec.env), "cpus": list(spec.cpus)}
+            by_task.setdefault(self._tasks.plan.task_of[spec.key], []).append(plain)
+            self._expected.discard(spec.key)
+        await asyncio.gather(
+            *(self._tasks.agent(task).call("start", specs=batch, timeout_s=_CALL_S) for task, batch in sorted(by_task.items()))
+        )
+
+    async def ports(self, keys: Sequence[Key]) -> dict[Key, int]:
+        """A free port for each of these processes, on its node."""
+        tasks = {key: self._tasks.plan.task_of[key] for key in keys}
+        found: dict[int, list[int]] = {}
+        for task in sorted(set(tasks.values())):
+            count = list(tasks.values()).count(task)
+            found[task] = await self._tasks.agent(task).call("ports", count=count, timeout_s=_CALL_S)
+        return {key: found[task].pop(0) for key, task in tasks.items()}
+
+    def expect_exit(self, keys: Iterable[Key]) -> None:
+        """From now on these may end by themselves."""
+        self._expected.update(keys)
+
+    async def wait_ready(self, keys: Iterable[Key]) -> dict[Key, dict[str, Any]]:
+        """As ``LocalLauncher.wait_ready``."""
+        wanted = tuple(keys)
+        deadline = time.monotonic() + self._startup_timeout_s
+        while len(found := self._run_dir.announced(wanted)) < len(wanted):
+            self._raise_failure()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(self._describe_missing([key for key in wanted if key not in found]))
+            await asyncio.sleep(_POLL_S)
+        return found
+
+    async def supervise[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """As ``LocalLauncher.supervise``: run ``work``; the death of a process, or of a task, cancels it."""
+        assert self._failure is not None, "supervise before begin"
+        task = asyncio.ensure_future(work)
+        both: set[asyncio.Future[Any]] = {task, self._failure}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            error = task.exception() if task.done() and not task.cancelled() else None
+            if error is not None and not isinstance(error, UserError):
+                # Connections break before the death behind them is known here: that one is the better story.
+                await asyncio.wait({self._failure}, timeout=2 * _EVENTS_S if isinstance(error, PeerUnreachable) else 2.0)
+            if self._failure.done() and (error is not None or not task.done()):
+                raise self._failure.exception() or AssertionError("a failure is never a result") from error
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.wait({task}, timeout=10.0)
+
+    async def close(self) -> None:
+        """End all processes of the attempt; the agents stay. An agent that is lost has no processes that matter."""
+        await self._stack.aclose()
+        for result in await asyncio.gather(
+            *(self._tasks.agent(task).call("end", timeout_s=2 * _CALL_S) for task in range(self._tasks.plan.tasks)), return_exceptions=True
+        ):
+            if isinstance(result, BaseException):
+                log.warning("while processes were ended: %s", result)
+
+    async def _listen(self, task: int) -> None:
+        """Follow one agent's events. Every call is the lease's renewal too."""
+        seen, heard = 0, time.monotonic()
+        client = self._tasks.agent(task)
+        while True:
+            try:
+                events = await client.call("events", seen=seen, wait_s=_EVENTS_S, timeout_s=_EVENTS_S + _CALL_S)
+                heard = time.monotonic()
+            except (PeerUnreachable, DeadlineExceeded) as error:
+                if time.monotonic() - heard > _LOST_S:
+                    await self._lost(task, str(error))
+                    return
+                await asyncio.sleep(1.0)
+                continue
+            seen += len(events)
+            for event in events:
+                self._on_event(task, event)
+
+    def _on_event(self, task: int, event: dict[str, Any]) -> None:
+        match event["kind"]:
+            case "died":
+                key = (event["role"], event["rank"])
+                if key in self._expected:
+                    return
+                if event["user_error"]:
+                    self._fail(UserError(f"{key[0]} rank {key[1]}: {event['user_error']}"))
+                    return
+                path = self._run_dir.log_path(*key)
+                self._fail(WorkerDied(role=key[0], rank=key[1], cause=event["cause"], log=str(path), last_lines=tail(path)))
+            case "leaving":
+                self._fail(RunFailed(f"{event['why']}: {self._tasks.plan.describe(task)}"))
+            case "limit":
+                self._limit.set()
+
+    async def _lost(self, task: int, why: str) -> None:
+        state = (await self._tasks.states()).get(task)
+        self._fail(RunFailed(f"task {task} ({self._tasks.plan.describe(task)}) is lost: {why}" + (f"; {state}" if state else "")))
+
+    def _fail(self, error: Exception) -> None:
+        assert self._failure is not None
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None and self._failure.done():
+            raise self._failure.exception() or AssertionError("a failure is never a result")
+
+    def _describe_missing(self, missing: Sequence[Key]) -> str:
+        names = ", ".join(f"{role} rank {rank} on task {self._tasks.plan.task_of[role, rank]}" for role, rank in missing)
+        lines = [f"not ready within launch.startup_timeout_s={self._startup_timeout_s:g} s: {names}"]
+        for role, rank in missing[:3]:
+            path = self._run_dir.log_path(role, rank)
+            lines.append(f"  {role} rank {rank}; log: {path}; its last lines:")
+            lines += [f"    {line}" for line in tail(path).splitlines()] or ["    (its log is empty)"]
+        return "\n".join(lines)
+
+
+async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

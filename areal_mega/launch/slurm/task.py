@@ -1,0 +1,55 @@
+"""What an array task runs: its agent, and beside task 0 the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from areal_mega.config.schema import Recipe
+from areal_mega.launch.commands import python_path
+from areal_mega.launch.slurm.agent import Agent, node_host
+from areal_mega.launch.slurm.meeting import ArrayTask, Meeting, new_token
+from areal_mega.launch.slurm.remote import Tasks
+from areal_mega.launch.slurm.script import plan_of
+
+_CHILD = Path(__file__).parents[1] / "child.py"
+AGENT_END_S = 60.0
+
+
+def run_agent(recipe: Recipe, task: ArrayTask) -> None:
+    """Be the agent of this task until the run is over.
+
+    Raises:
+        UserError, RunFailed: see ``Agent.serve``.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    asyncio.run(Agent(recipe, task, node_host(os.environ), new_token()).serve())
+
+
+@contextmanager
+def agent_beside(argv: Sequence[str]) -> Iterator[None]:
+    """Task 0 has two processes: the controller, which is this one, and the agent, which ends with it.
+
+    Args:
+        argv: arguments of ``areal-mega`` that run the agent.
+    """
+    command = [sys.executable, "-I", "-S", str(_CHILD), str(os.getpid()), "-", sys.executable, "-P", "-m", "areal_mega", *argv]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": python_path(os.environ)}) as agent:
+        try:
+            yield
+        finally:
+            try:
+                agent.wait(timeout=AGENT_END_S)  # it was told to leave, or sees that the controller is gone
+            except subprocess.TimeoutExpired:
+                agent.kill()
+
+
+def tasks_of(recipe: Recipe, task: ArrayTask) -> Tasks:
+    """The tasks of the submission that ``task`` belongs to."""
+    return Tasks(recipe, plan_of(recipe), Meeting(recipe, task.meeting))
