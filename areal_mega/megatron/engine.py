@@ -26,7 +26,7 @@ from areal_mega.algorithms.measure import Measured, to_metrics
 from areal_mega.config.schema import ModelSection, RouterSection, TrainSection
 from areal_mega.core.errors import UserError
 from areal_mega.core.metrics import Metrics
-from areal_mega.megatron.microbatch import MicroBatch, TokenLogProbs
+from areal_mega.megatron.microbatch import MicroBatch, TokenLogProbs, equal_lengths
 from areal_mega.megatron.model import (
     DTYPES,
     build_chunks,
@@ -134,8 +134,11 @@ class MegatronEngine:
 
     def pack(self, samples: Sequence[Mapping[str, np.ndarray]], indices: Sequence[int]) -> PackedBatch:
         """Pack with the padding that this strategy needs."""
-        sequence_multiple = 2 * self.strategy.cp if self.strategy.cp > 1 else 1
-        return pack(samples, indices, self.strategy.tp * sequence_multiple, sequence_multiple)
+        return pack(samples, indices, self.strategy.tp * self._sequence_multiple, self._sequence_multiple)
+
+    @property
+    def _sequence_multiple(self) -> int:
+        return 2 * self.strategy.cp if self.strategy.cp > 1 else 1
 
     # --- weights
 
@@ -220,7 +223,10 @@ class MegatronEngine:
             chunk.eval()
         with torch.no_grad():
             results = self._run(chunks, batches, self._projection(temperature), collect, forward_only=True)
-        return [value.cpu() for value in results[: len(batches)]] if self.is_last_stage else None
+        if not self.is_last_stage:
+            return None
+        # Micro-batches may have been lengthened on their way.
+        return [value[: len(batch.input_ids_t)].cpu() for value, batch in zip(results, batches, strict=False)]
 
     # --- training
 
@@ -304,6 +310,8 @@ class MegatronEngine:
         count = self._common_count(len(batches))
         filler = self.pack([], [])
         padded = [*batches, *([filler] * (count - len(batches)))]
+        if self._router_section.dispatcher == "allgather":
+            padded = equal_lengths(padded, self._sequence_multiple, self.strategy.pp > 1, self.platform.device)
         plan = not self.platform.transformer_engine
         work = [MicroBatch(batch.to(self.platform.device), self.strategy.cp, self.coords.cp, plan) for batch in padded]
         results: list[Any] = get_forward_backward_func()(
@@ -311,7 +319,7 @@ class MegatronEngine:
             data_iterator=[iter(work) for _ in chunks] if len(chunks) > 1 else iter(work),
             model=chunks,
             num_microbatches=count,
-            seq_length=1,
+            seq_length=len(padded[0].input_ids_t),  # read only where all have this length
             micro_batch_size=1,
             forward_only=forward_only,
         )

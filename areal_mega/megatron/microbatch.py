@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,19 @@ from torch import Tensor, nn
 
 from areal_mega.megatron.layers import PackedLayout, packed_layout
 from areal_mega.megatron.logprobs import vocab_parallel_logprobs
-from areal_mega.megatron.packing import PackedBatch, unzigzag_index, zigzag_index
+from areal_mega.megatron.packing import PackedBatch, lengthen, unzigzag_index, zigzag_index
+
+
+def equal_lengths(batches: Sequence[PackedBatch], sequence_multiple: int, one_length: bool, device: torch.device) -> list[PackedBatch]:
+    """This rank's micro-batches, as many as every rank has, lengthened to those of the other data-parallel ranks. Collective over them.
+
+    Args:
+        one_length: the same for all micro-batches, as a pipeline without ``variable_seq_lengths`` needs; else only across ranks.
+    """
+    lengths = torch.tensor([len(batch.input_ids_t) for batch in batches], device=device)
+    torch.distributed.all_reduce(lengths, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+    wanted = lengths.amax().expand(len(batches)) if one_length else lengths
+    return [lengthen(batch, total, sequence_multiple) for batch, total in zip(batches, wanted.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)

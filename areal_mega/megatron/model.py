@@ -91,7 +91,8 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "variable_seq_lengths": True,
+        # Megatron-Core's all-gather dispatcher wants the same number of tokens on every rank: the engine pads to it.
+        "variable_seq_lengths": router.dispatcher != "allgather",
         "batch_p2p_sync": False,
         # With two stages, interleaved, both neighbours are the same rank: only one direction at a time keeps messages apart.
         "batch_p2p_comm": strategy.vpp == 1,
@@ -109,8 +110,7 @@ def transformer_config(
         "persist_layer_norm": False,
         "moe_permute_fusion": fused,
         "moe_grouped_gemm": fused,
-        # The all-gather dispatcher wants the same number of tokens on every rank, which packed samples do not have.
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": router.dispatcher,
         "moe_router_dtype": "fp32" if router.fp32 else None,
         "moe_router_load_balancing_type": "aux_loss" if router.aux_loss_coef else "none",
         "moe_aux_loss_coeff": router.aux_loss_coef,
@@ -137,6 +137,8 @@ def _check_router(router: RouterSection, architecture: dict[str, Any]) -> None:
         for name in ("aux_loss_coef", "z_loss_coef", "expert_bias_update_rate"):
             if getattr(router, name):
                 raise UserError(f"router.{name} is {getattr(router, name)}, but the model has no experts; set it to 0")
+        if router.dispatcher != "alltoall":
+            raise UserError(f"router.dispatcher is {router.dispatcher}, but the model has no experts; leave it at alltoall")
     elif router.expert_bias_update_rate and not architecture.get("moe_router_enable_expert_bias"):
         raise UserError(
             f"router.expert_bias_update_rate is {router.expert_bias_update_rate}, but the model's router has no correction bias; "
@@ -176,7 +178,7 @@ def build_chunks(config: TransformerConfig, gpt_kwargs: dict[str, Any], strategy
         if config.bf16:
             chunk = Float16Module(config, chunk)
         chunks.append(chunk)
-    prepare_routers(chunks, getattr(config, "group_score_experts", None))
+    prepare_routers(chunks, getattr(config, "group_score_experts", None), spare_padding=config.moe_token_dispatcher_type == "allgather")
     return chunks
 
 

@@ -114,6 +114,39 @@ def pack(
     )
 
 
+_PADDING_SEQUENCE = 128
+
+
+def lengthen(batch: PackedBatch, total: int, sequence_multiple: int = 1) -> PackedBatch:
+    """The same samples in ``total`` tokens, T or more: padding is added at the end.
+
+    It stands in sequences no longer than the longest that is there (or 128 tokens), for attention costs their squares.
+
+    Args:
+        sequence_multiple: as the batch was packed with; ``total`` is a multiple of it.
+    """
+    have = len(batch.input_ids_t)
+    assert total >= have and total % sequence_multiple == 0, f"{have} tokens do not lengthen to {total} in steps of {sequence_multiple}"
+    if total == have:
+        return batch
+    longest = max(batch.max_seqlen, -(-_PADDING_SEQUENCE // sequence_multiple) * sequence_multiple)
+    starts = torch.arange(have, total, longest)
+    device = batch.input_ids_t.device
+
+    def longer(values_t: Tensor) -> Tensor:
+        return torch.cat([values_t, values_t.new_zeros(total - have)])
+
+    return PackedBatch(
+        input_ids_t=torch.cat([batch.input_ids_t, batch.input_ids_t.new_full((total - have,), PAD_ID)]),
+        position_ids_t=torch.cat([batch.position_ids_t, (torch.arange(total - have) % longest).to(device)]),
+        cu_seqlens=torch.cat([batch.cu_seqlens, torch.cat([starts[1:], torch.tensor([total])]).to(batch.cu_seqlens)]),
+        max_seqlen=max(batch.max_seqlen, min(longest, total - have)),
+        sample_index=batch.sample_index,
+        lengths=batch.lengths,
+        fields={name: longer(values_t) for name, values_t in batch.fields.items()},
+    )
+
+
 def _travelling_dtype(dtype: np.dtype) -> type:
     if dtype == np.bool_:
         return np.bool_

@@ -24,11 +24,12 @@ def routers(chunks: Sequence[nn.Module]) -> Iterator[TopKRouter]:
                 yield module
 
 
-def prepare_routers(chunks: Sequence[nn.Module], group_score_experts: int | None) -> None:
+def prepare_routers(chunks: Sequence[nn.Module], group_score_experts: int | None, *, spare_padding: bool = False) -> None:
     """Finish the routers of a model that was just built (and perhaps cast).
 
     Args:
         group_score_experts: under group-limited routing, experts whose scores add up to their group's.
+        spare_padding: send padding to no expert. The all-to-all dispatcher counts on every token having its experts.
     """
     for router in routers(chunks):
         router._apply_aux_loss = MethodType(_balancing_loss, router)
@@ -39,6 +40,15 @@ def prepare_routers(chunks: Sequence[nn.Module], group_score_experts: int | None
             router.frozen_expert_bias = True
         if group_score_experts is not None:
             router.router_replay = GroupScores(group_score_experts)
+        if spare_padding:
+            router.register_forward_hook(_without_padding)
+
+
+def _without_padding(router: TopKRouter, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Where micro-batches are padded to one length, padding is much, all alike, and would all go to the same few experts."""
+    probs, routing_map = output
+    padding = args[1]
+    return probs, routing_map & ~padding.reshape(-1, 1)
 
 
 def _balancing_loss(router: TopKRouter, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:

@@ -67,6 +67,38 @@ def test_uneven_stages_equal_transformers(tmp_path: Path) -> None:
         families.check(found, f"{name} at {strategy}")
 
 
+def test_the_all_gather_dispatcher_equals_all_to_all(sparse_models: dict[str, str], sparse_references: dict[str, Any]) -> None:
+    """Ragged samples in unequal micro-batches: lengths differ between ranks, and with a pipeline between micro-batches too."""
+    cases: dict[str, Any] = {
+        "megatron:d2e2": [[0, 1, 2], [3], [4, 5, 6, 7]],
+        "megatron:d1t2e2": 2,
+        "megatron:d1c2e2": 1,
+        "megatron:(attn:d1t2|ffn:e1t2)": 1,
+        "megatron:d2p2e2": 2,
+        "megatron:d2p2v2e2": 2,
+    }
+    names = {s: "deepseek_v3" if "p2" in s else "qwen2_moe" for s in cases}
+    gathering = {"dispatcher": "allgather"}
+    for size in (2, 4):
+        mine = [s for s in cases if parse(s).world_size == size]
+        jobs = [{"folder": sparse_models[names[s]], "strategy": s, "split": cases[s], "router": gathering} for s in mine]
+        results = run_ranks(size, families.parities, jobs=jobs, timeout_s=280)
+        for number, strategy in enumerate(mine):
+            found = families.summary([rank[number] for rank in results], sparse_references[names[strategy]])
+            families.check(found, f"{names[strategy]} at {strategy} with all-gather")
+
+
+def test_padding_to_one_length_enters_no_loss_and_no_count(sparse_models: dict[str, str]) -> None:
+    knobs = {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "expert_bias_update_rate": 0.01}
+    job = {"folder": sparse_models["deepseek_v3"], "strategy": "megatron:d2e2", "split": 3}
+    jobs = [job | {"router": knobs | {"dispatcher": dispatcher}} for dispatcher in ("alltoall", "allgather")]
+    for sent, gathered in run_ranks(2, families.updates, jobs=jobs):
+        assert gathered["grad_norm"] == pytest.approx(sent["grad_norm"], rel=1e-5)
+        assert gathered["metrics"] == pytest.approx(sent["metrics"])
+        assert gathered["after"].keys() == sent["after"].keys()
+        assert all(np.array_equal(gathered["after"][name], bias) for name, bias in sent["after"].items())
+
+
 def test_recomputation_changes_nothing(sparse_models: dict[str, str], sparse_references: dict[str, Any]) -> None:
     name = "deepseek_v3"
     changes: list[dict[str, Any]] = [
@@ -137,8 +169,10 @@ def test_knobs_without_effect_are_refused(sparse_models: dict[str, str], tmp_pat
         {"folder": sparse_models["mixtral"], "strategy": "megatron:d1", "router": {"expert_bias_update_rate": 0.1}},
         {"folder": dense, "strategy": "megatron:d1", "router": {"aux_loss_coef": 0.1}},
         {"folder": dense, "strategy": "megatron:d1", "router": {"z_loss_coef": 0.1}},
+        {"folder": dense, "strategy": "megatron:d1", "router": {"dispatcher": "allgather"}},
     ]
     (lines,) = run_ranks(1, families.refusals, jobs=jobs)
     assert "the model's router has no correction bias" in lines[0]
     assert lines[1] == "router.aux_loss_coef is 0.1, but the model has no experts; set it to 0"
     assert lines[2].startswith("router.z_loss_coef is 0.1, but the model has no experts")
+    assert lines[3] == "router.dispatcher is allgather, but the model has no experts; leave it at alltoall"

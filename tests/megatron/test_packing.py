@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_mega.megatron.layers import group_by_length
-from areal_mega.megatron.packing import pack, unpack, unzigzag_index, zigzag_index
+from areal_mega.megatron.packing import lengthen, pack, unpack, unzigzag_index, zigzag_index
 
 lengths_st = st.lists(st.integers(1, 40), min_size=0, max_size=8)
 
@@ -45,6 +45,26 @@ def test_pack_and_unpack(lengths: list[int], tp: int, sequence_multiple: int) ->
     for i, size in enumerate(sizes):
         row = batch.sequence_t == i
         assert batch.position_ids_t[row].tolist() == list(range(size))
+
+
+@given(lengths_st, st.sampled_from([1, 4, 8]), st.integers(0, 600))
+def test_lengthening_adds_padding_and_nothing_else(lengths: list[int], sequence_multiple: int, extra: int) -> None:
+    batch = pack(samples_of(lengths), list(range(len(lengths))), sequence_multiple, sequence_multiple)
+    have, total = len(batch.input_ids_t), len(batch.input_ids_t) + extra * sequence_multiple
+    longer = lengthen(batch, total, sequence_multiple)
+    assert len(longer.input_ids_t) == len(longer.position_ids_t) == longer.cu_seqlens[-1] == total
+    assert longer.cu_seqlens.dtype == torch.int32
+    assert torch.equal(longer.input_ids_t[:have], batch.input_ids_t) and not longer.input_ids_t[have:].any()
+    assert (longer.sample_index, longer.lengths) == (batch.sample_index, batch.lengths)
+    assert torch.equal(longer.padding_t, torch.cat([batch.padding_t, torch.ones(total - have, dtype=torch.bool)]))
+    sizes = (longer.cu_seqlens[1:] - longer.cu_seqlens[:-1]).tolist()
+    assert sizes[: batch.num_sequences] == (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist()
+    assert all(size > 0 and size % sequence_multiple == 0 for size in sizes)
+    assert longer.max_seqlen == max(sizes) <= max(batch.max_seqlen, 128)
+    assert longer.position_ids_t.tolist() == [position for size in sizes for position in range(size)]
+    for name, values in longer.fields.items():
+        assert values.dtype == batch.fields[name].dtype
+        assert torch.equal(values[:have], batch.fields[name]) and not values[have:].any()
 
 
 def test_a_field_of_another_length_is_refused() -> None:
