@@ -38,7 +38,16 @@ SERVER_FLAGS: Mapping[str, str] = {
     "--host": "launch.host",
     "--port": "launch.host",
     "--random-seed": "run.seed",
+    "--seed": "run.seed",
+    **dict.fromkeys(("-tp", "-pp", "-dp", "-ep", "--enable-expert-parallel"), "rollout.strategy"),
+    # What the client of vLLM relies on.
+    **dict.fromkeys(("--logprobs-mode", "--worker-extension-cls", "--weight-transfer-config"), "rollout.strategy"),
 }
+
+
+def server_flag(argument: str) -> str:
+    """The flag of a command-line argument as ``SERVER_FLAGS`` spells it: vLLM takes underscores for dashes."""
+    return argument.partition("=")[0].replace("_", "-")
 
 
 def check_recipe(recipe: Recipe, origins: Mapping[str, Origin] | None = None) -> None:
@@ -104,11 +113,16 @@ def _placement(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) ->
 def _server(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Iterator[str]:
     if r.rollout.python is not None and rollout.engine == "embedded":
         yield (
-            f"rollout.python names an interpreter for SGLang but rollout.strategy is {rollout}, which runs in this one; "
+            f"rollout.python names an interpreter for SGLang or vLLM but rollout.strategy is {rollout}, which runs in this one; "
             f"use sglang:d{rollout.dp} or remove rollout.python"
         )
+    if rollout.engine == "vllm" and rollout.ep not in (1, rollout.tp):
+        yield (
+            f"rollout.strategy {rollout} spreads experts over e{rollout.ep} of t{rollout.tp} ranks: vLLM spreads them over all ranks of a "
+            f"replica or over none; use e{rollout.tp} or leave e out"
+        )
     for argument in r.rollout.server_args:
-        flag = argument.partition("=")[0]
+        flag = server_flag(argument)
         if flag in SERVER_FLAGS:
             setting = SERVER_FLAGS[flag]
             yield f"rollout.server_args gives {flag}, which is set from {setting}: two values for one flag; change {setting} instead"

@@ -11,7 +11,7 @@ from areal_mega.parallel.strategy import ParallelStrategy
 
 PlacedRole = Literal["train", "server"]
 TRAIN_ENGINES = ("megatron",)
-SERVER_ENGINES = ("sglang", "embedded")
+SERVER_ENGINES = ("sglang", "vllm", "embedded")
 UNITS = {"cuda": "GPUs", "cpu": "CPU slots", "auto": "slots"}
 
 

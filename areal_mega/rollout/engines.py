@@ -8,8 +8,9 @@ from typing import Any
 from areal_mega.core.errors import UserError
 from areal_mega.rollout.client import InferenceClient
 from areal_mega.rollout.inference import InferenceServer
+from areal_mega.rollout.vllm import VLLMClient
 
-CLIENTS: dict[str, Callable[..., InferenceServer]] = {"embedded": InferenceClient, "sglang": InferenceClient}
+CLIENTS: dict[str, Callable[..., InferenceServer]] = {"embedded": InferenceClient, "sglang": InferenceClient, "vllm": VLLMClient}
 """Engine, as ``rollout.strategy`` names it -> constructor of its client: (base_url, *, timeout_s, retries)."""
 
 

@@ -15,6 +15,7 @@ from areal_mega.core.errors import UserError
 from areal_mega.launch.commands import process_env, python_path, server_spec, visible_devices, worker_spec
 from areal_mega.launch.local import ProcessSpec
 from areal_mega.parallel.strategy import parse
+from areal_mega.sync import vllm_plugin
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -65,6 +66,31 @@ def test_sglang_on_a_cpu() -> None:
     assert spec.env["SGLANG_USE_CPU_ENGINE"] == "1" and spec.env["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_vllm_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "/given")
+    spec = server("vllm:d2t2p2e2", gpus=(4, 5, 6, 7), python="/opt/vllm/bin/python", server_args=["--max-model-len=512"])
+    assert list(spec.argv) == [
+        *("/opt/vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model=/models/m", "--dtype=bfloat16", "--seed=9"),
+        *("--tensor-parallel-size=2", "--pipeline-parallel-size=2", "--enable-expert-parallel", "--enable-scale-out"),
+        *("--logprobs-mode=processed_logprobs", "--worker-extension-cls=areal_mega_vllm.Extension"),
+        *('--weight-transfer-config={"backend": "areal_mega"}', "--host=127.0.0.1", "--port=8000", "--max-model-len=512"),
+    ]
+    assert spec.env["CUDA_VISIBLE_DEVICES"] == "4,5,6,7" and spec.env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert spec.env["PYTHONPATH"] == f"{vllm_plugin.FOLDER}{os.pathsep}/given" and "VLLM_CPU_OMP_THREADS_BIND" not in spec.env
+
+
+def test_vllm_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    spec = server("vllm:d1", device="cpu", gpus=())
+    assert spec.argv[0] == sys.executable and "--tensor-parallel-size=1" not in spec.argv
+    assert spec.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and spec.env["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.listdir(spec.env["PYTHONPATH"]) and "SGLANG_USE_CPU_ENGINE" not in spec.env
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    assert server("vllm:d1", device="cpu", gpus=()).env["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+
+
 def test_the_embedded_server() -> None:
     spec = server("embedded:d2", device="cpu", gpus=(), server_args=["--context-length=512"])
     assert list(spec.argv) == [
@@ -81,8 +107,8 @@ def test_flags_that_the_recipe_sets_elsewhere_are_refused(arg: str) -> None:
 
 
 def test_an_engine_without_a_server_is_refused() -> None:
-    with pytest.raises(UserError, match=r"rollout.strategy names the engine vllm; inference servers are: embedded, sglang"):
-        server("vllm:d1")
+    with pytest.raises(UserError, match=r"rollout.strategy names the engine megatron; inference servers are: embedded, sglang, vllm"):
+        server("megatron:d1")
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,7 @@ def test_roles_take_only_their_own_engines() -> None:
         place(parse("sglang:d1"), parse("sglang:d1"), 8)
     with pytest.raises(UserError, match="engine megatron does not serve"):
         place(parse("megatron:d1"), parse("megatron:d1"), 8)
-
-    with pytest.raises(UserError, match="engine vllm does not serve"):
-        place(parse("megatron:d1"), parse("vllm:d1"), 8)
+    assert place(parse("megatron:d1"), parse("vllm:d2t2"), 8).slots("server", 1) == (3, 4)
 
 
 def test_overlapping_slots_are_refused() -> None:
