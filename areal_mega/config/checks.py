@@ -147,12 +147,15 @@ def _batch(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Ite
             f"warmup.batch_size {r.warmup.batch_size} is below the {train.dp} data-parallel ranks of train.strategy {train}; "
             f"use {train.dp} or more"
         )
-    longest = r.data.max_prompt_tokens + r.rollout.max_new_tokens
+    unit = train.sequence_multiple
+    total = r.data.max_prompt_tokens + r.rollout.max_new_tokens
+    longest = -(-total // unit) * unit
     if longest > r.train.microbatch_tokens:
+        padded = f", padded to {longest} for train.strategy {train}," if longest > total else ""
         yield (
-            f"data.max_prompt_tokens {r.data.max_prompt_tokens} + rollout.max_new_tokens {r.rollout.max_new_tokens} = {longest} tokens "
-            f"do not fit into train.microbatch_tokens {r.train.microbatch_tokens}: the longest sample must; raise the last to {longest} "
-            "or shorten either"
+            f"data.max_prompt_tokens {r.data.max_prompt_tokens} + rollout.max_new_tokens {r.rollout.max_new_tokens} = {total} tokens"
+            f"{padded} do not fit into train.microbatch_tokens {r.train.microbatch_tokens}: the longest sample must; raise the last to "
+            f"{longest} or shorten either"
         )
 
 

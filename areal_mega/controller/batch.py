@@ -62,6 +62,7 @@ def plan_step(
     microbatch_tokens: int,
     cost: CostModel | None = None,
     multiple_of: int = 1,
+    sequence_multiple: int = 1,
 ) -> StepBatch:
     """Split a batch into minibatches (whole groups, equally many in each) and each of those over data-parallel ranks, by cost.
 
@@ -76,7 +77,12 @@ def plan_step(
     for part in split_even(group_costs, minibatches):
         covered = tuple(i for g in part for i in range(int(starts[g]), int(starts[g + 1])))
         local = plan_microbatches(
-            [samples[i].length for i in covered], ranks=dp, max_tokens=microbatch_tokens, cost=cost, multiple_of=multiple_of
+            [samples[i].length for i in covered],
+            ranks=dp,
+            max_tokens=microbatch_tokens,
+            cost=cost,
+            multiple_of=multiple_of,
+            sequence_multiple=sequence_multiple,
         )
         ranks = tuple(tuple(tuple(covered[j] for j in micro) for micro in rank) for rank in local)
         plans.append(MinibatchPlan(samples=covered, ranks=ranks))

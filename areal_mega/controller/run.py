@@ -125,7 +125,8 @@ class Run:
             minibatches=train.minibatches,
             microbatch_tokens=train.microbatch_tokens,
             cost=self._cost,
-            multiple_of=strategy.pp if strategy.vpp > 1 else 1,
+            multiple_of=strategy.microbatch_multiple,
+            sequence_multiple=strategy.sequence_multiple,
         )
 
     async def _warm_up(self) -> None:

@@ -134,11 +134,8 @@ class MegatronEngine:
 
     def pack(self, samples: Sequence[Mapping[str, np.ndarray]], indices: Sequence[int]) -> PackedBatch:
         """Pack with the padding that this strategy needs."""
-        return pack(samples, indices, self.strategy.tp * self._sequence_multiple, self._sequence_multiple)
-
-    @property
-    def _sequence_multiple(self) -> int:
-        return 2 * self.strategy.cp if self.strategy.cp > 1 else 1
+        multiple = self.strategy.sequence_multiple
+        return pack(samples, indices, self.strategy.tp * multiple, multiple)
 
     # --- weights
 
@@ -311,7 +308,7 @@ class MegatronEngine:
         filler = self.pack([], [])
         padded = [*batches, *([filler] * (count - len(batches)))]
         if self._router_section.dispatcher == "allgather":
-            padded = equal_lengths(padded, self._sequence_multiple, self.strategy.pp > 1, self.platform.device)
+            padded = equal_lengths(padded, self.strategy.sequence_multiple, self.strategy.pp > 1, self.platform.device)
         plan = not self.platform.transformer_engine
         work = [MicroBatch(batch.to(self.platform.device), self.strategy.cp, self.coords.cp, plan) for batch in padded]
         results: list[Any] = get_forward_backward_func()(
@@ -346,7 +343,7 @@ class MegatronEngine:
         dist.all_reduce(common, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
         most = int(common.item())
         assert most > 0, "no data-parallel rank has a micro-batch"
-        rounds = self.strategy.pp if self.strategy.vpp > 1 else 1
+        rounds = self.strategy.microbatch_multiple
         return -(-most // rounds) * rounds
 
     def _projection(self, temperature: float) -> TokenLogProbs:

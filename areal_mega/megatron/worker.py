@@ -154,14 +154,18 @@ class TrainWorker:
     def warmup(self, steps: int) -> dict[str, Any]:
         """The next ``steps`` supervised updates; every rank reads the data itself, in the same seeded order."""
         state = self._warmup = self._warmup or self._start_warmup()
-        section, train = self._recipe.warmup, self._recipe.train
+        section, train, strategy = self._recipe.warmup, self._recipe.train, self._engine.strategy
         parts: list[Metrics] = []
         last: UpdateResult | None = None
         for _ in range(steps):
             rows = [supervised_example(state.tokenizer, prompt.row) for prompt in state.stream.next(section.batch_size)]
             weights_s = sample_weights("token_mean", [int(row["loss_mask"].sum()) for row in rows])
             plan = plan_microbatches(
-                [len(row["input_ids"]) for row in rows], ranks=self._engine.strategy.dp, max_tokens=train.microbatch_tokens
+                [len(row["input_ids"]) for row in rows],
+                ranks=strategy.dp,
+                max_tokens=train.microbatch_tokens,
+                multiple_of=strategy.microbatch_multiple,
+                sequence_multiple=strategy.sequence_multiple,
             )[self._engine.coords.dp]
             packed = [self._engine.pack([rows[i] for i in micro], micro) for micro in plan]
             batches = [_spread(batch, {"weights": dict(enumerate(map(float, weights_s)))}) for batch in packed]

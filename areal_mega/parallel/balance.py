@@ -4,7 +4,8 @@ Invariants, each with a test:
 
 1. every sample stands in exactly one micro-batch of exactly one rank;
 2. all ranks have the same number of micro-batches (some may be empty: the engine runs those on a dummy token of weight zero);
-3. no micro-batch exceeds the token budget;
+3. no micro-batch exceeds the token budget, with every sample padded to a multiple of ``sequence_multiple`` (context parallelism cuts each
+   into 2·cp equal chunks, and a sample may be of one token);
 4. the number of micro-batches is a multiple of ``multiple_of`` (interleaved pipelines need the pipeline size);
 5. the result depends on lengths and their order only, so that every process that computes it gets the same.
 """
@@ -75,7 +76,13 @@ def _fill(indices: Sequence[int], lengths: Sequence[int], cost: CostModel, count
 
 
 def plan_microbatches(
-    lengths: Sequence[int], *, ranks: int, max_tokens: int, cost: CostModel | None = None, multiple_of: int = 1
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    max_tokens: int,
+    cost: CostModel | None = None,
+    multiple_of: int = 1,
+    sequence_multiple: int = 1,
 ) -> list[Microbatches]:
     """Plan one optimizer update.
 
@@ -85,6 +92,7 @@ def plan_microbatches(
         max_tokens: token budget of one micro-batch.
         cost: relative cost of a sequence.
         multiple_of: the number of micro-batches is a multiple of this.
+        sequence_multiple: each sample's place is a multiple of this.
 
     Returns:
         For each data-parallel rank its micro-batches, each a tuple of indices into ``lengths``.
@@ -94,9 +102,12 @@ def plan_microbatches(
     """
     cost = cost or CostModel()
     longest = max(lengths, default=0)
-    if longest > max_tokens:
+    lengths = [-(-n // sequence_multiple) * sequence_multiple for n in lengths]
+    needed = max(lengths, default=0)
+    if needed > max_tokens:
+        padded = f" (padded to {needed} for context parallelism)" if needed > longest else ""
         raise UserError(
-            f"a sample of {longest} tokens exceeds train.microbatch_tokens={max_tokens}; set it to at least {longest} "
+            f"a sample of {longest} tokens{padded} exceeds train.microbatch_tokens={max_tokens}; set it to at least {needed} "
             "(data.max_prompt_tokens + rollout.max_new_tokens bounds it)"
         )
     shares = split_balanced([cost(n) for n in lengths], ranks)

@@ -95,6 +95,16 @@ class ParallelStrategy:
         """Ranks of one replica of the model: world size over ``dp``."""
         return self.tp * self.pp * self.cp
 
+    @property
+    def sequence_multiple(self) -> int:
+        """Tokens of a packed sample are padded to a multiple of this: context parallelism cuts each into 2·cp equal chunks."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The number of micro-batches is a multiple of this: an interleaved pipeline runs whole rounds of them."""
+        return self.pp if self.vpp > 1 else 1
+
     @classmethod
     def parse(cls, text: str) -> ParallelStrategy:
         return parse(text)

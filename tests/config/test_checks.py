@@ -26,6 +26,11 @@ CONTRADICTIONS = [
         ["data.max_prompt_tokens", "train.microbatch_tokens", "train.strategy"],
         "= 4095 tokens, padded to 4096 for",
     ),
+    (
+        ["data.max_prompt_tokens=3071", "train.microbatch_tokens=4095", "train.strategy=megatron:d1c2"],
+        ["data.max_prompt_tokens", "train.microbatch_tokens", "train.strategy"],
+        "= 4095 tokens, padded to 4096 for",
+    ),
     (["rollout.python=/x/python"], ["rollout.python", "rollout.strategy"], "use sglang:d1 or remove"),
     (["rollout.server_args=[--tp-size, '2']"], ["rollout.server_args", "rollout.strategy"], "two values for one flag"),
     (["rollout.server_args=['--dtype=float16']"], ["rollout.server_args", "rollout.dtype"], "change rollout.dtype instead"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,16 +21,17 @@ def covered(plans: list[tuple[tuple[int, ...], ...]]) -> Counter[int]:
     return Counter(i for rank in plans for micro in rank for i in micro)
 
 
-@given(lengths, st.integers(1, 6), st.integers(60, 200), models, st.integers(1, 4))
-def test_micro_batches(lengths: list[int], ranks: int, max_tokens: int, cost: CostModel, multiple_of: int) -> None:
-    plans = plan_microbatches(lengths, ranks=ranks, max_tokens=max_tokens, cost=cost, multiple_of=multiple_of)
+@given(lengths, st.integers(1, 6), st.integers(64, 200), models, st.integers(1, 4), st.sampled_from([1, 4, 8, 16]))
+def test_micro_batches(lengths: list[int], ranks: int, max_tokens: int, cost: CostModel, multiple_of: int, unit: int) -> None:
+    settings: dict[str, Any] = {"ranks": ranks, "max_tokens": max_tokens, "multiple_of": multiple_of, "sequence_multiple": unit}
+    plans = plan_microbatches(lengths, cost=cost, **settings)
     assert len(plans) == ranks
     assert covered(plans) == Counter(range(len(lengths)))  # each sample once, and nothing else
     counts = {len(rank) for rank in plans}
     assert len(counts) == 1
     assert counts.pop() % multiple_of == 0
-    assert all(sum(lengths[i] for i in micro) <= max_tokens for rank in plans for micro in rank)
-    again = plan_microbatches(tuple(lengths), ranks=ranks, max_tokens=max_tokens, cost=CostModel(cost.attention), multiple_of=multiple_of)
+    assert all(sum(-(-lengths[i] // unit) * unit for i in micro) <= max_tokens for rank in plans for micro in rank)
+    again = plan_microbatches(tuple(lengths), cost=CostModel(cost.attention), **settings)
     assert plans == again
 
 
@@ -83,6 +85,8 @@ def test_a_sample_beyond_the_budget_is_refused_with_the_remedy() -> None:
     with pytest.raises(UserError, match=r"a sample of 11 tokens exceeds train\.microbatch_tokens=10; set it to at least 11") as caught:
         plan_microbatches([3, 11], ranks=1, max_tokens=10)
     assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"of 9 tokens \(padded to 12 for context parallelism\) exceeds .*=10; set it to at least 12"):
+        plan_microbatches([3, 9], ranks=1, max_tokens=10, sequence_multiple=4)
 
 
 def test_nothing_to_train_is_one_empty_micro_batch_each() -> None:
