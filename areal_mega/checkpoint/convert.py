@@ -21,7 +21,7 @@ from areal_mega.checkpoint.arrays import DTYPE_NAMES, ArraySpec, ArrayStore
 from areal_mega.checkpoint.canonical import LogicalArray, array_name, logical_arrays, places, region_start, whole_shape
 from areal_mega.checkpoint.journal import Journal, exclusive
 from areal_mega.checkpoint.location import Location, publish, storage
-from areal_mega.checkpoint.manifest import MANIFEST, Manifest, begin, write_files
+from areal_mega.checkpoint.manifest import JOURNAL, MANIFEST, Manifest, begin, write_files
 from areal_mega.checkpoint.model import Checkpoint
 from areal_mega.checkpoint.pool import run_units
 from areal_mega.core.errors import UserError
@@ -114,8 +114,7 @@ def from_hf(
 
             _run(table.exported, work, journal, specs, workers, meter)
             aside.write(MANIFEST, manifest.to_json())
-            journal.remove()
-            publish(aside, target)
+            publish(aside, target, journal=JOURNAL)
     return manifest
 
 
@@ -206,18 +205,18 @@ def to_hf(
     wire = {p: torch.float32 if dtype is not None and p.fp32 else dtype or specs[array_name(p)].dtype for p in table.exported}
     plan = tuple(HFTensorSpec(tensor.name, tensor.shape, wire[param]) for param in table.exported for tensor in param.hf)
     with exclusive(target.aside):
-        steps = {"to": "hf", "from": source.manifest.to_json().decode(), "dtype": str(dtype), "shard_bytes": shard_bytes}
+        # The stamp: another checkpoint of the same model may have come to the same place since.
+        steps = {"to": "hf", "from": [source.stamp, source.manifest.to_json().decode()], "dtype": str(dtype), "shard_bytes": shard_bytes}
         journal = Journal(target.aside, steps)
         left = {tensor.name for param in _unfinished(table.exported, journal) for tensor in param.hf}
         stored = {spec.name for spec in plan} - left
         _check_space(target.aside, sum(spec.nbytes for spec in plan if spec.name in left))
-        with HFWriter(target.path, plan, source=source.files, shard_bytes=shard_bytes, resume=stored) as writer:
+        with HFWriter(target.path, plan, source=source.files, shard_bytes=shard_bytes, resume=stored, stored=journal.remove) as writer:
 
             def work(param: Param) -> None:
                 write_hf(writer, param, read_checkpoint(source, param).to(wire[param]))
 
             _run(table.exported, work, journal, specs, workers, meter or Silent())
-            journal.remove()
     return plan
 
 

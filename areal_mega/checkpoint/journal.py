@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from areal_mega.checkpoint.location import Location
+from areal_mega.checkpoint.location import Location, storage
 from areal_mega.checkpoint.manifest import JOURNAL
 from areal_mega.core.errors import UserError
 
@@ -63,7 +63,7 @@ class Journal:
         self._place.write(JOURNAL, json.dumps({"plan": self._plan, "done": self.done}).encode())
 
     def remove(self) -> None:
-        """The output is complete."""
+        """The output is complete, and stored for good."""
         self._place.remove(JOURNAL)
 
 
@@ -77,8 +77,9 @@ def exclusive(place: Location) -> Iterator[None]:
     if place.path is None:
         yield
         return
-    place.path.mkdir(parents=True, exist_ok=True)
-    handle = os.open(place.path, os.O_RDONLY)
+    with storage(f"cannot make {place}"):
+        place.path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(place.path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 import tensorstore as ts
 
 from areal_mega.core.errors import UserError
+from areal_mega.models.rows import fsync_folder
 
 SCHEMES = ("file", "memory", "s3", "gs")
 CONTEXT = ts.Context({"file_io_sync": False})
@@ -57,7 +58,10 @@ class Location:
     @property
     def aside(self) -> Location:
         """Where it is written before it is complete: a hidden neighbour of a folder; in an object store the place itself."""
-        return self if self.path is None else Location.of_folder(self.path.with_name(f".{self.path.name}.partial"))
+        if self.path is None:
+            return self
+        whole = self.path.absolute()
+        return Location.of_folder(whole.with_name(f".{whole.name}.partial")) if whole.name else self
 
     @cached_property
     def _store(self) -> Any:
@@ -66,9 +70,13 @@ class Location:
 
     def read(self, key: str) -> bytes | None:
         """The content of a key; None where there is none."""
+        return self.read_stamped(key)[0]
+
+    def read_stamped(self, key: str) -> tuple[bytes | None, str]:
+        """Content, and a stamp that is another one whenever the key was written anew."""
         with storage(f"cannot read {key} in {self}"):
             found = self._store.read(key).result()
-        return bytes(found.value) if found.state == "value" else None
+        return (bytes(found.value) if found.state == "value" else None), bytes(found.stamp.generation).hex()
 
     def write(self, key: str, content: bytes) -> None:
         with storage(f"cannot write {key} in {self}"):
@@ -115,20 +123,25 @@ class Location:
         return self.path.exists() if self.path is not None else bool(self.listing())
 
 
-def publish(aside: Location, target: Location) -> None:
-    """Give a complete folder its name, for good (nothing to do in an object store, where the manifest commits)."""
+def publish(aside: Location, target: Location, journal: str | None = None) -> None:
+    """Give a complete folder its name, for good (in an object store the manifest commits).
+
+    Args:
+        journal: key that is removed on the way: not before everything is stored for good, which takes long, so that a process which is
+            killed while it waits can still go on.
+    """
     if aside.path is None or target.path is None:
+        if journal is not None:
+            aside.remove(journal)
         return
     for left in aside.path.rglob("*.__lock"):
         left.unlink()  # of a writer that was killed
     aside.sync()
+    if journal is not None:
+        aside.remove(journal)
     with storage(f"cannot name {target}"):
         aside.path.rename(target.path)
-        folder = os.open(target.path.absolute().parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        fsync_folder(target.path.absolute().parent)
 
 
 _REMEDIES = (

@@ -79,7 +79,12 @@ def read_manifest(place: Location, kind: str) -> Manifest:
     Raises:
         UserError: there is no checkpoint, or one that was never completed, or one of another kind.
     """
-    content = place.read(MANIFEST) if place.path is None or place.path.is_dir() else None
+    return read_stamped_manifest(place, kind)[0]
+
+
+def read_stamped_manifest(place: Location, kind: str) -> tuple[Manifest, str]:
+    """As ``read_manifest``, and a stamp that tells this checkpoint from any other that was or will be at the same place."""
+    content, stamp = place.read_stamped(MANIFEST) if place.path is None or place.path.is_dir() else (None, "")
     if content is None:
         unfinished = place.path is None and any(key.startswith(PREFIX) for key in place.listing())
         if unfinished or (place.path is not None and place.aside.path is not None and place.aside.path.exists()):
@@ -88,7 +93,7 @@ def read_manifest(place: Location, kind: str) -> Manifest:
     manifest = Manifest.from_json(content, str(place))
     if manifest.kind != kind:
         raise UserError(f"{place} is a checkpoint of kind '{manifest.kind}'; one of kind '{kind}' is wanted")
-    return manifest
+    return manifest, stamp
 
 
 def check_present(place: Location, manifest: Manifest) -> None:

@@ -16,7 +16,7 @@ from areal_mega.checkpoint.arrays import DTYPE_NAMES, DTYPES, ArraySpec, ArraySt
 from areal_mega.checkpoint.canonical import Span, array_name, logical_arrays, region_start, spans
 from areal_mega.checkpoint.collective import Ranks
 from areal_mega.checkpoint.location import Location, publish
-from areal_mega.checkpoint.manifest import FILES, MANIFEST, Manifest, begin, check_present, read_manifest, write_files
+from areal_mega.checkpoint.manifest import FILES, MANIFEST, Manifest, begin, check_present, read_stamped_manifest, write_files
 from areal_mega.checkpoint.pool import run_units
 from areal_mega.core.errors import UserError
 from areal_mega.models.family import Family
@@ -41,7 +41,7 @@ class Checkpoint:
 
     def __init__(self, place: str | Path, *, check: bool = True) -> None:
         self.place = Location.parse(place)
-        self.manifest = read_manifest(self.place, "model")
+        self.manifest, self.stamp = read_stamped_manifest(self.place, "model")
         if check:
             check_present(self.place, self.manifest)
         self.store = ArrayStore(self.place)

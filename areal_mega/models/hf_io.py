@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from areal_mega.core.errors import UserError
 from areal_mega.models.hf_config import first_line, load_hf_config
-from areal_mega.models.rows import data_offsets, read_full, tensor_bytes, write_full
+from areal_mega.models.rows import data_offsets, fsync_folder, read_full, tensor_bytes, write_file, write_full
 
 DTYPES = {
     "F64": torch.float64,
@@ -113,6 +113,10 @@ class HFSource:
         for name, file in self._where.items():
             if name not in self._names[file]:
                 raise UserError(f"{self.folder / _INDEX} places tensor {name} in {file}, which lacks it; fetch the model again")
+        for file, names in self._names.items():
+            for name in sorted(names):  # a tensor that the index forgot is there all the same: it counts as one of the model's
+                if self._where.setdefault(name, file) != file:
+                    raise UserError(f"{self.folder}: tensor {name} is in {self._where[name]} and in {file}; fetch the model again")
 
     def _read_index(self) -> dict[str, str]:
         index, single = self.folder / _INDEX, self.folder / _SINGLE
@@ -213,15 +217,16 @@ def model_files(source: str | Path) -> dict[str, bytes]:
 
 
 def copy_model_files(files: Mapping[str, bytes], out: Path) -> None:
-    """Write what ``model_files`` gave, byte for byte."""
+    """Write what ``model_files`` gave, byte for byte and for good."""
     for name, content in files.items():
-        (out / name).write_bytes(content)
+        write_file(out / name, content)
 
 
 class HFWriter:
     """Streams a HuggingFace folder. The plan is known before the first tensor, so headers, shard names and the index are exact.
 
-    Use as a context manager: the folder gets its name at a clean exit, and is removed after an error. Threads may write at once.
+    Use as a context manager: the folder gets its name at a clean exit, and is removed after an error. Threads may write at once. The
+    weights come first and config, tokenizer and index last, so that an unfinished folder is no model to anyone who finds it.
 
     Args:
         out: the folder to make. It must not exist, unless ``overwrite`` says to replace it.
@@ -230,6 +235,7 @@ class HFWriter:
         shard_bytes: largest shard; a bigger tensor has one for itself.
         resume: tensors of the same plan that an interrupted writer completed. Given (even empty), the unfinished folder ``aside`` has a
             fixed name and stays after an error, so that a later writer can go on.
+        stored: called when everything is stored for good, just before the folder gets its name.
 
     Raises:
         UserError: if ``out`` exists, or the disk is full.
@@ -244,8 +250,9 @@ class HFWriter:
         shard_bytes: int = SHARD_BYTES,
         overwrite: bool = False,
         resume: Collection[str] | None = None,
+        stored: Callable[[], None] = lambda: None,
     ) -> None:
-        self.out, self._overwrite, self._keep = Path(out), overwrite, resume is not None
+        self.out, self._overwrite, self._keep, self._stored = Path(out), overwrite, resume is not None, stored
         if self.out.exists() and not overwrite:
             raise UserError(f"{self.out} exists; remove it or choose another folder")
         self.aside = self.out.with_name(f".{self.out.name}.partial" + ("" if self._keep else f"-{os.getpid()}"))
@@ -273,7 +280,6 @@ class HFWriter:
         try:
             with _disk(self.aside):
                 self.aside.mkdir(parents=True, exist_ok=self._keep)
-                copy_model_files(self._model_files, self.aside)
                 for file, header in self._headers.items():
                     self._open[file] = os.open(self.aside / file, os.O_RDWR | os.O_CREAT, 0o666)
                     write_full(self._open[file], memoryview(header), 0)
@@ -328,16 +334,21 @@ class HFWriter:
                     "metadata": {"total_size": self._total},
                     "weight_map": {name: self._place[name][0] for name in sorted(self._place)},
                 }
-                (self.aside / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+                copy_model_files({_INDEX: (json.dumps(index, indent=2) + "\n").encode()}, self.aside)
+            copy_model_files(self._model_files, self.aside)
+            fsync_folder(self.aside)
         for file, size in self._sizes.items():
             assert (self.aside / file).stat().st_size == size, f"{file} has another size than planned"
+        self._stored()
         if self._overwrite and self.out.exists():
             old = self.aside.with_name(f"{self.aside.name}-replaced")
             self.out.rename(old)
             self.aside.rename(self.out)
             shutil.rmtree(old)
         else:
-            self.aside.rename(self.out)
+            with _disk(self.out):
+                self.aside.rename(self.out)
+        fsync_folder(self.out.absolute().parent)
 
 
 class _disk:

@@ -1,4 +1,7 @@
-"""Positional reads and writes in safetensors files: unmapped, so that memory holds no more than what is asked for; thread-safe."""
+"""Positional reads and writes in safetensors files: unmapped, so that memory holds no more than what is asked for; thread-safe.
+
+And small files and names that survive a crash of the machine.
+"""
 
 from __future__ import annotations
 
@@ -43,3 +46,20 @@ def write_full(fd: int, content: memoryview, offset: int) -> None:
     done = 0
     while done < len(content):
         done += os.pwrite(fd, content[done:], offset + done)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A small file, stored for good."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_folder(folder: Path) -> None:
+    """The names in a folder are stored for good."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -85,6 +85,18 @@ def _share(total: int, size: int) -> int:
     return total // size
 
 
+def _legal_sizes(heads: int, groups: int) -> list[int]:
+    """Tensor-parallel sizes that Megatron-Core itself takes for so many attention heads and key-value heads."""
+    return [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+
+
+def _heads_do_not_split(heads: int, groups: int, size: int) -> str:
+    return (
+        f"{heads} attention heads do not split over {size} ranks ({heads} / {size} = {heads / size:.4g}); "
+        f"tensor parallelism of {_or(_legal_sizes(heads, groups))} would"
+    )
+
+
 def _or(numbers: list[int]) -> str:
     return " or ".join(str(n) for n in numbers)
 
@@ -124,7 +136,7 @@ class Heads(Mapping):
 
     def pieces(self, shapes: tuple[Shape, ...], size: int, rank: int) -> tuple[Piece, ...]:
         if self.heads % size:
-            raise UserError(f"{self.heads} attention heads do not split over {size} ranks; choose tensor parallelism that divides them")
+            raise UserError(_heads_do_not_split(self.heads, self.heads, size))
         share = shapes[0][0] // size
         return (Piece(0, rank * share, 0, share),)
 
@@ -171,11 +183,11 @@ class QKV(Mapping):
 
     def pieces(self, shapes: tuple[Shape, ...], size: int, rank: int) -> tuple[Piece, ...]:
         if self.heads % size:
-            raise UserError(f"{self.heads} attention heads do not split over {size} ranks; choose tensor parallelism that divides them")
+            raise UserError(_heads_do_not_split(self.heads, self.groups, size))
         if self.groups % size and size % self.groups:
             raise UserError(
                 f"{self.groups} key-value heads and tensor parallelism {size}: one must divide the other; "
-                f"choose tensor parallelism that divides or is a multiple of {self.groups}"
+                f"tensor parallelism of {_or(_legal_sizes(self.heads, self.groups))} would do"
             )
         q_rows = self.heads // self.groups * self.head_dim
         group_rows = q_rows + 2 * self.head_dim

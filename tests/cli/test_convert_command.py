@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_models import model_bytes, write_model
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from areal_mega.cli.convert import parse_size
@@ -73,8 +75,21 @@ def _truncated(folder: Path) -> None:
 
 def _no_tensor(folder: Path) -> None:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    del index["weight_map"]["model.norm.weight"]
+    shard = folder / index["weight_map"].pop("model.norm.weight")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    tensors = load_file(shard)
+    del tensors["model.norm.weight"]
+    save_file(tensors, shard)
+
+
+def _forgotten_tensor(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    save_file(load_file(shard) | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, shard)
+
+
+def _twice(folder: Path) -> None:
+    first, second = sorted(folder.glob("*.safetensors"))[:2]
+    save_file(load_file(second) | dict(list(load_file(first).items())[:1]), second)
 
 
 def _other_config(folder: Path) -> None:
@@ -89,9 +104,11 @@ def _other_config(folder: Path) -> None:
         (_no_shard, "is missing, but model.safetensors.index.json names it"),
         (_truncated, "is truncated or damaged"),
         (_no_tensor, "tensor model.norm.weight is missing"),
+        (_forgotten_tensor, "tensor model.layers.0.self_attn.q_proj.bias belongs to no"),
+        (_twice, "tensor model.embed_tokens.weight is in model-00001-of-"),
         (_other_config, "they are of different models"),
     ],
-    ids=["no config.json", "no shard", "truncated shard", "no tensor", "other config"],
+    ids=["no config.json", "no shard", "truncated shard", "no tensor", "not in the index", "in two shards", "other config"],
 )
 def test_damaged_models(llama: Path, tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     folder = tmp_path / "damaged"
