@@ -111,7 +111,7 @@ class InferenceClient:
             engine=engine,
             version=str(server.get("version", "unknown")),
             weight_version=str(info["weight_version"]),
-            max_context=server.get("context_length"),
+            max_context=await self._max_context(server),
             update_sessions=await self._has_sessions(),
             version_spans=self._spans,
             hf_digests=bool(server.get("hf_digests", False)),
@@ -121,6 +121,23 @@ class InferenceClient:
             seeds=engine != "sglang" or bool(server.get("enable_deterministic_inference", False)),
         )
 
+    async def _max_context(self, server: Mapping[str, Any]) -> int | None:
+        """A server that was given no context length takes the model's, and says so elsewhere; a small cache may hold less.
+
+        SGLang ends an answer two tokens before its context is full, whatever was asked for, and refuses an input beyond
+        ``max_req_input_len``: the input of an interrupted sample is all it has so far, so that is the bound.
+        """
+        length = server.get("context_length")
+        if length is None:
+            try:
+                models = await self._transport.request("GET", "/v1/models")
+                length = models["data"][0].get("max_model_len")
+            except ServerFault as fault:
+                if fault.status != 404:
+                    raise
+        known = [int(n) for n in (length, server.get("max_total_num_tokens"), server.get("max_req_input_len")) if n is not None]
+        return min(known, default=None)
+
     async def _has_sessions(self) -> bool:
         if self._sessions_known is None:
             self._sessions_known = await self._has_route("/begin_weight_update")
@@ -129,7 +146,7 @@ class InferenceClient:
     async def _has_route(self, path: str) -> bool:
         """A GET on a route that takes POST is 405 where it exists and 404 where not: asks without doing anything."""
         try:
-            await self._transport.request("GET", path)
+            await self._transport.request("GET", path, plain=True)
         except ServerFault as fault:
             if fault.status not in (404, 405):
                 raise

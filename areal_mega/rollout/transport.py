@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -38,14 +38,12 @@ class Transport:
         timeout_s: float | None = None,
         fallback: str = "",
         plain: bool = False,
-        good: Collection[int] = (200,),
     ) -> Any:
         """The decoded answer; None for an empty one.
 
         Args:
             fallback: the route's name on other versions, tried on 404.
             plain: the answer is no JSON, and not looked at.
-            good: statuses that are no fault.
 
         Raises:
             ServerFault: no connection, another status, malformed JSON.
@@ -65,8 +63,8 @@ class Transport:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerFault(self.base_url, f"{path}: connection failed: {error or type(error).__name__}") from error
         if status == 404 and fallback:
-            return await self.request(method, fallback, body, timeout_s=timeout_s, plain=plain, good=good)
-        if status not in good:
+            return await self.request(method, fallback, body, timeout_s=timeout_s, plain=plain)
+        if status != 200:
             raise ServerFault(self.base_url, f"{path} answered {status}: {raw.decode(errors='replace').strip()[:500]}", status=status)
         if not raw or plain:
             return None

@@ -52,7 +52,7 @@ SIGMAS = 4.0
 def run(name: str, root: Path, settings: dict[str, Any], timeout_s: float) -> list[dict[str, float]]:
     """Train in a process of its own; the metrics of each step, first the evaluation before step 1."""
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    argv = [sys.executable, "-P", "-m", "areal_mega.cli.main", "train", str(REPO / "recipes/quickstart.yaml")]
+    argv = [sys.executable, "-P", "-c", "from areal_mega.cli.main import main; main()", "train", str(REPO / "recipes/quickstart.yaml")]
     print(f"== {name}", flush=True)
     subprocess.run([*argv, f"run.root={root}", f"run.name={name}", *overrides], check=True, timeout=timeout_s, cwd=REPO)
     lines = (root / name / "metrics.jsonl").read_text().splitlines()
