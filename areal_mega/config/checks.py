@@ -162,6 +162,11 @@ def _batch(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Ite
 def _sampling(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Iterator[str]:
     if r.rollout.top_k == 0 or r.rollout.top_k < -1:
         yield f"rollout.top_k is {r.rollout.top_k}: it counts tokens to sample among; use -1 to turn it off, or 1 or more"
+    if r.rollout.prompt_timeout_s < r.rollout.request_timeout_s:
+        yield (
+            f"rollout.prompt_timeout_s {r.rollout.prompt_timeout_s:g} is below rollout.request_timeout_s {r.rollout.request_timeout_s:g}: "
+            "a prompt would be given up while its first request may still be answered; raise the first or lower the second"
+        )
     if r.eval.samples > 1 and r.eval.temperature == 0:
         yield (
             f"eval.samples {r.eval.samples} with eval.temperature 0 would give the same greedy answer {r.eval.samples} times; "

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from areal_mega.algorithms.advantages import compute_advantages, is_uniform, shape_rewards
+from areal_mega.algorithms.advantages import compute_advantages, is_uniform, member_weights, shape_rewards
 from areal_mega.algorithms.aggregation import sample_weights
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.core import metrics as m
-from areal_mega.core.metrics import Metrics
+from areal_mega.core.metrics import Metric, Metrics
 from areal_mega.core.types import Group, Sample
 from areal_mega.parallel.balance import CostModel, Microbatches, plan_microbatches, split_even
+from areal_mega.rollout.lengths import LengthBias
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ def loss_scalars(
     """
     penalty = None if kl_s is None else np.array([kl_s[i] for i in range(len(batch.samples))])
     rewards_s = shape_rewards([s.reward for s in batch.samples], algorithm, penalty)
-    advantages_s = compute_advantages(algorithm.advantage, rewards_s, [s.id.group_id for s in batch.samples], algorithm.singleton)
+    groups, members = [s.id.group_id for s in batch.samples], [s.id.member for s in batch.samples]
+    advantages_s = compute_advantages(algorithm.advantage, rewards_s, groups, algorithm.singleton, members)
     length = fixed_length if algorithm.aggregation == "fixed_length" else None
     weights: dict[int, float] = {}
     for minibatch in batch.minibatches:
@@ -116,7 +118,7 @@ def loss_scalars(
 
 
 def batch_metrics(groups: Sequence[Group], batch: StepBatch, version: int, ages: Mapping[int, int], stale_tokens: int) -> Metrics:
-    """Rewards, lengths and token ages of a batch.
+    """Rewards, lengths and token ages of a batch. A member that has several turns counts once in the mean reward.
 
     Args:
         version: at which the batch is consumed.
@@ -127,7 +129,7 @@ def batch_metrics(groups: Sequence[Group], batch: StepBatch, version: int, ages:
     rewards = [s.reward for s in samples]
     generated = sum(ages.values())
     out: Metrics = {
-        "reward/mean": m.mean_of(rewards),
+        "reward/mean": mean_reward(samples),
         "reward/std": m.last(float(np.std(rewards))),
         "reward/min": m.minimum(min(rewards)),
         "reward/max": m.maximum(max(rewards)),
@@ -144,6 +146,26 @@ def batch_metrics(groups: Sequence[Group], batch: StepBatch, version: int, ages:
         "staleness/stale_tokens": m.total(stale_tokens),
     }
     return out | score_metrics("reward", samples, out)
+
+
+def mean_reward(samples: Sequence[Sample]) -> Metric:
+    """Mean over members; of one that has several turns, the mean of its turns."""
+    weights = member_weights([s.id.group_id for s in samples], [s.id.member for s in samples])
+    return m.mean(sum(w * s.reward for w, s in zip(weights, samples, strict=True)), float(sum(weights)))
+
+
+def bias_metrics(bias: LengthBias) -> Metrics:
+    """What the action ``drop_sample`` would have done to the samples that came in: lengths and rewards of both parts, and the shifts."""
+    fresh, late = bias.fresh, bias.late
+    out: Metrics = {"staleness/late_samples": m.mean(late.samples, late.samples + fresh.samples)}
+    for name, tally in (("fresh", fresh), ("late", late)):
+        if tally.samples:
+            out[f"staleness/{name}_tokens"] = m.mean(tally.tokens, tally.samples)
+            out[f"staleness/{name}_reward"] = m.mean(tally.reward, tally.samples)
+    if bias.length_shift is not None and bias.reward_shift is not None:
+        out["staleness/drop_length_shift"] = m.last(bias.length_shift)
+        out["staleness/drop_reward_shift"] = m.last(bias.reward_shift)
+    return out
 
 
 def score_metrics(prefix: str, samples: Sequence[Sample], taken: Container[str]) -> Metrics:

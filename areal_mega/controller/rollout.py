@@ -1,4 +1,4 @@
-"""The controller's side of the rollout workers: how many prompts are under way, where they go, and what is ready to train on."""
+"""The controller's side of the rollout workers: carries out what `areal_mega.rollout.dispatch` decides, and tells it what happened."""
 
 from __future__ import annotations
 
@@ -6,47 +6,50 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
 
-from areal_mega.algorithms.advantages import is_uniform
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
 from areal_mega.controller.calls import gather_all
-from areal_mega.core.errors import DeadlineExceeded, RunFailed
+from areal_mega.core.errors import DeadlineExceeded
 from areal_mega.core.types import Group, Prompt
 from areal_mega.data.stream import PromptStream
+from areal_mega.rollout.dispatch import Dispatch, DispatchSettings, ReadyBatch, RolloutFailed
 from areal_mega.rollout.results import EpisodeResult, Purpose
-from areal_mega.rollout.staleness import StalenessControl, apply_bound_to_groups
+from areal_mega.rollout.staleness import StalenessControl
 from areal_mega.rpc.client import RpcClient
+
+__all__ = ["ReadyBatch", "RolloutController", "RolloutFailed", "dispatch_settings"]
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 20.0
 _COLLECT = 256
-_HOPELESS, _HOPELESS_LEAST = 16, 128
-"""Give up when so many times a batch's prompts (and at least so many) ended in a row without a group to train on: rejecting and
-filtering are part of some methods, and may hit many prompts."""
-_BROKEN, _BROKEN_LEAST = 2, 8
-"""The same for prompts that failed in a row: a workflow or verifier that fails every time is broken."""
 _STATUS_S = 5.0
+_AHEAD = 4
+"""A replica is given a quarter more prompts than it runs at once, so that none of its places is empty while an answer travels."""
 
 
-class RolloutFailed(RunFailed):
-    """Rollout makes no progress. The message says what became of the prompts."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyBatch:
-    """Groups to train on. ``ages`` counts every token that came in by age in versions; ``stale_tokens`` of them were taken out."""
-
-    groups: tuple[Group, ...]
-    taken: tuple[Group, ...]
-    """The same groups before the bound took samples out: what is to be released after the step."""
-    ages: dict[int, int]
-    stale_tokens: int
-    dropped_samples: int
-    refilled: int
+def dispatch_settings(recipe: Recipe, algorithm: Algorithm) -> DispatchSettings:
+    """What dispatch needs to know of a recipe."""
+    rollout = recipe.rollout
+    at_once = rollout.max_concurrent_prompts
+    return DispatchSettings(
+        batch_size=recipe.train.batch_size,
+        action=recipe.staleness.action,
+        group_size=rollout.group_size,
+        max_per_replica=at_once + -(-at_once // _AHEAD),
+        attempts=rollout.prompt_attempts,
+        max_poisoned=rollout.max_poisoned_prompts,
+        # The worker ends an episode after prompt_timeout_s. One that waited for a place waited for such an episode; and an evaluation,
+        # which goes first, is given rpc_timeout_s.
+        deadline_s=2 * rollout.prompt_timeout_s + recipe.launch.rpc_timeout_s,
+        lone_is_useless=algorithm.singleton == "error",
+        uniform_is_useless=algorithm.filter_uniform_groups,
+        expected_tokens=rollout.max_new_tokens / 2,
+    )
 
 
 class RolloutController:
@@ -61,71 +64,78 @@ class RolloutController:
     def __init__(
         self, clients: Sequence[RpcClient], stream: PromptStream, staleness: StalenessControl, recipe: Recipe, algorithm: Algorithm
     ) -> None:
-        self._clients, self._stream, self._staleness = clients, stream, staleness
-        self._recipe, self._algorithm = recipe, algorithm
+        self._clients, self._recipe = clients, recipe
         self._by_address = {client.address: client for client in clients}
-        self._under_way = [0] * len(clients)
-        self._order: dict[tuple[str, int], int] = {}
-        """When each prompt that is under way or ready was submitted: batches are made oldest first."""
-        self._submitted = 0
-        self._ready: list[Group] = []
+        self._dispatch = Dispatch(stream, staleness, dispatch_settings(recipe, algorithm))
+        for address in self._by_address:
+            self._dispatch.replica_joined(address)
         self._changed = asyncio.Condition()
-        self._wanted = 0
-        """Groups that the plain loop is waiting for; the overlapped loop asks staleness control instead."""
-        self._overlapped = False
-        self._version = self._step = 0
-        self._since_accepted = self._failed_in_a_row = 0
-        self._last_reason = ""
-        self.counts: Counter[str] = Counter()
-        """Since start: groups by outcome, dropped members, generated tokens (``tokens``), samples."""
+        self._step = 0
+        self._eval_tickets = count()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Since the start of the run, recoveries included: groups by outcome, dropped members, generated ``tokens``, ``samples``."""
+        return self._dispatch.counts
+
+    @property
+    def poisoned(self) -> Mapping[str, str]:
+        """Prompts that failed every time, with the last reason; never tried again."""
+        return self._dispatch.poisoned
+
+    def drain_lengths(self) -> dict[int, int]:
+        """Samples by generated tokens (lower edges of bins), of the groups that finished since the last call."""
+        lengths, self._dispatch.lengths = self._dispatch.lengths, Counter()
+        return dict(lengths)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a recovered run needs, as plain JSON types: cursor, prompts under way, counters, poisoned prompts."""
+        return {"dispatch": self._dispatch.state(), "step": self._step}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``; call before anything is submitted.
+
+        Raises:
+            UserError: the data changed since.
+        """
+        self._dispatch.restore(state["dispatch"])
+        self._step = state["step"]
 
     async def generate_always(self) -> None:
         """From now on keep as many groups under way as the staleness bound allows: the overlapped loop."""
-        self._overlapped = True
-        await self._top_up()
+        self._dispatch.generate_always()
+        await self._pump()
 
     async def set_version(self, version: int, step: int) -> None:
         """The servers have new weights: more groups may start."""
-        self._version, self._step = version, step
-        await self._top_up()
+        self._step = step
+        self._dispatch.version_changed(version)
+        await self._pump()
 
     async def listen(self) -> None:
         """Collect finished train episodes from every worker, for ever. Run as a task beside the training loop."""
-        await gather_all(self._listen(rank) for rank in range(len(self._clients)))
+        await gather_all(self._listen(client) for client in self._clients)
 
     async def next_batch(self, groups: int) -> ReadyBatch:
         """Wait for ``groups`` finished groups that survive the staleness bound, oldest submission first (hops 1 to 4).
 
         Raises:
-            RolloutFailed: prompt after prompt ends without a usable group, or with one that is too old.
+            RolloutFailed: prompt after prompt ends without a usable group, or with one that is too old, or too many are poisoned.
             DeadlineExceeded: no episode finished within ``launch.rpc_timeout_s``; names the longest running.
         """
-        kept: list[Group] = []
-        originals: list[Group] = []
-        ages: Counter[int] = Counter()
-        stale_tokens = dropped = refilled = 0
-        while len(kept) < groups:
-            self._wanted = groups - len(kept)
-            await self._top_up()
-            taken = await self._take(self._wanted)
-            section = self._recipe.staleness
-            bounded = apply_bound_to_groups(taken, self._version, section.max_staleness, section.action)
-            lone = tuple(group for group in bounded.groups if self._is_lone(group))
-            kept += [group for group in bounded.groups if not self._is_lone(group)]
-            # The groups as they were taken: what the bound took out of them is to be released too.
-            lost = {group.id for group in (*bounded.refill, *lone)}
-            again = [group for group in taken if group.id in lost]
-            originals += [group for group in taken if group.id not in lost]
-            ages.update(bounded.ages)
-            stale_tokens, dropped = stale_tokens + bounded.stale_tokens, dropped + bounded.dropped_samples
-            refilled += len(again)
-            self._check_refills(refilled)
-            await self._refill(again)
-        self._wanted = 0
-        self._staleness.on_consumed(len(kept))
-        for group in kept:
-            self._order.pop(_key(group.prompt), None)
-        return ReadyBatch(tuple(kept), tuple(originals), dict(ages), stale_tokens, dropped, refilled)
+        while True:
+            batch = self._dispatch.take(groups)
+            await self._pump()
+            if batch is not None:
+                return batch
+            async with self._changed:
+                while not self._dispatch.takeable(groups):
+                    self._dispatch.check_progress()
+                    try:
+                        async with asyncio.timeout(self._timeout_s):
+                            await self._changed.wait()
+                    except TimeoutError:
+                        raise await self._stalled() from None
 
     async def release(self, groups: Sequence[Group]) -> None:
         """Let the workers forget what was trained on or thrown away."""
@@ -146,7 +156,8 @@ class RolloutController:
     async def _evaluate(self, rank: int, prompts: list[Prompt]) -> list[EpisodeResult]:
         purpose: Purpose = "eval"
         client = self._clients[rank]
-        await client.call("submit", prompts=prompts, step=self._step, purpose=purpose, timeout_s=self._timeout_s)
+        tickets = {next(self._eval_tickets): prompt for prompt in prompts}
+        await client.call("submit", prompts=tickets, step=self._step, purpose=purpose, timeout_s=self._timeout_s)
         results: list[EpisodeResult] = []
         last = time.monotonic()
         while len(results) < len(prompts):
@@ -165,96 +176,55 @@ class RolloutController:
     def _poll_s(self) -> float:
         return min(_POLL_S, self._timeout_s / 2)
 
-    async def _listen(self, rank: int) -> None:
+    async def _listen(self, client: RpcClient) -> None:
         while True:
-            results = await self._clients[rank].call("collect", max_groups=_COLLECT, wait_s=self._poll_s, timeout_s=self._timeout_s)
-            if results:
-                self._under_way[rank] -= len(results)
-                await self._accept(results)
-                await self._top_up()
-
-    async def _accept(self, results: Sequence[EpisodeResult]) -> None:
-        unwanted: list[Group] = []
-        for result in results:
-            self.counts[result.outcome] += 1
-            for reason, number in result.dropped.items():
-                self.counts["dropped_samples"] += number
-                self._last_reason = reason
-            if result.group is None:
-                self._staleness.on_rejected()
-                self._note_lost(result)
+            results = await client.call("collect", max_groups=_COLLECT, wait_s=self._poll_s, timeout_s=self._timeout_s)
+            for result in results:
+                self._tell(result)
+            if not results and not await self._end_overdue(client):
                 continue
-            self._failed_in_a_row = 0
-            self._staleness.on_accepted()
-            self.counts["samples"] += len(result.group.samples)
-            self.counts["tokens"] += sum(s.loss_tokens for s in result.group.samples)
-            if (useless := self._useless(result.group)) is not None:
-                kind, self._last_reason = useless
-                self.counts[kind] += 1
-                self._staleness.on_discarded()
-                self._order.pop(_key(result.prompt), None)
-                self._since_accepted += 1
-                unwanted.append(result.group)
-                continue
-            self._since_accepted = 0
-            self._ready.append(result.group)
-        await self.release(unwanted)
-        async with self._changed:
-            self._changed.notify_all()
+            await self._pump()
+            async with self._changed:
+                self._changed.notify_all()
 
-    def _useless(self, group: Group) -> tuple[str, str] | None:
-        """Why nothing could be learned from a group: what to count it as, and the reason; None where something can."""
-        if self._is_lone(group):
-            return "lone", f"one member of {self._recipe.rollout.group_size} was left (algorithm.singleton is error)"
-        if self._algorithm.filter_uniform_groups and is_uniform([s.reward for s in group.samples]):
-            return "uniform", "all rewards of the group were equal (algorithm.filter_uniform_groups)"
-        return None
+    def _tell(self, result: EpisodeResult) -> None:
+        """One event from one result."""
+        dispatch, ticket, prompt = self._dispatch, result.ticket, result.prompt
+        if result.outcome == "group":
+            assert result.group is not None
+            dispatch.finished(ticket, result.group, result.dropped)
+        elif result.outcome == "rejected":
+            dispatch.rejected(ticket, result.reason, result.dropped)
+        else:
+            if result.outcome == "failed":
+                again = dispatch.failed(ticket, result.reason, result.dropped, server_fault=result.server_fault)
+            else:
+                again = dispatch.timed_out(ticket, result.reason)
+            then = "it is tried again" if again else "it is not tried again"
+            log.warning("prompt %s (epoch %d) failed: %s; %s", prompt.id, prompt.epoch, result.reason, then)
 
-    def _is_lone(self, group: Group) -> bool:
-        """Its other members were dropped, and a group of one has no statistic: training on it would stop the run."""
-        return len(group.samples) == 1 and self._algorithm.singleton == "error"
+    async def _end_overdue(self, client: RpcClient) -> bool:
+        """Give up prompts that this worker should have ended long ago. Whether there were any."""
+        overdue = [flight for flight in self._dispatch.overdue(time.monotonic()) if flight.replica == client.address]
+        if overdue:
+            await client.call("cancel", tickets=[flight.ticket for flight in overdue], timeout_s=self._timeout_s)
+        for flight in overdue:
+            reason = f"{client.peer} did not end it within {self._dispatch.settings.deadline_s:g} s"
+            self._dispatch.timed_out(flight.ticket, reason)
+            log.warning("prompt %s (epoch %d) was given up: %s", flight.prompt.id, flight.prompt.epoch, reason)
+        return bool(overdue)
 
-    def _note_lost(self, result: EpisodeResult) -> None:
-        self._order.pop(_key(result.prompt), None)
-        self._since_accepted += 1
-        self._last_reason = result.reason
-        self._failed_in_a_row = self._failed_in_a_row + 1 if result.outcome == "failed" else 0
-        if result.outcome == "failed":
-            log.warning("prompt %s (epoch %d) failed: %s", result.prompt.id, result.prompt.epoch, result.reason)
-
-    async def _take(self, n: int) -> list[Group]:
-        """The ``n`` oldest ready groups, when there are so many."""
-        async with self._changed:
-            while len(self._ready) < n:
-                self._check_progress()
-                try:
-                    async with asyncio.timeout(self._timeout_s):
-                        await self._changed.wait()
-                except TimeoutError:
-                    raise await self._stalled() from None
-        self._ready.sort(key=lambda group: self._order[_key(group.prompt)])
-        taken, self._ready = self._ready[:n], self._ready[n:]
-        return taken
-
-    def _check_progress(self) -> None:
-        batch = self._recipe.train.batch_size
-        if self._failed_in_a_row >= max(_BROKEN * batch, _BROKEN_LEAST):
-            raise RolloutFailed(f"{self._failed_in_a_row} prompts in a row failed; the last: {self._last_reason}")
-        if self._since_accepted >= max(_HOPELESS * batch, _HOPELESS_LEAST):
-            counts = ", ".join(f"{self.counts[name]} {name}" for name in ("rejected", "failed", "uniform", "lone") if self.counts[name])
-            raise RolloutFailed(
-                f"{self._since_accepted} prompts in a row gave no group to train on (since the start: {counts}); "
-                f"the last: {self._last_reason}"
-            )
-
-    def _check_refills(self, refilled: int) -> None:
-        """What is under way may be too old; what is generated while the trainer waits cannot be, unless its versions are wrong."""
-        bound = self._staleness.max_staleness
-        if refilled >= max(_HOPELESS * (bound + 1) * self._staleness.batch_size, _HOPELESS_LEAST):
-            raise RolloutFailed(
-                f"{refilled} groups in a row were beyond staleness.max_staleness={bound} at version {self._version}, although the trainer "
-                "waited for them: do the servers report the versions of their weights?"
-            )
+    async def _pump(self) -> None:
+        """Carry out what dispatch decides: submit what may start, release what nobody will want."""
+        shares: dict[str, dict[int, Prompt]] = {}
+        for flight in self._dispatch.submissions(time.monotonic()):
+            shares.setdefault(flight.replica, {})[flight.ticket] = flight.prompt
+        discarded, self._dispatch.discarded = self._dispatch.discarded, []
+        await gather_all(
+            self._by_address[address].call("submit", prompts=share, step=self._step, purpose="train", timeout_s=self._timeout_s)
+            for address, share in shares.items()
+        )
+        await self.release(discarded)
 
     async def _stalled(self) -> DeadlineExceeded:
         """Nothing finishes any more. Which episodes have run longest, and where."""
@@ -267,39 +237,3 @@ class RolloutController:
                 oldest = [f"prompt {prompt} for {seconds:.0f} s" for prompt, seconds in answer["oldest"]]
                 lines.append(f"{client.peer} runs {', '.join(oldest) or 'nothing'}")
         return DeadlineExceeded(f"no episode finished within launch.rpc_timeout_s={self._timeout_s:g} s: {'; '.join(lines)}")
-
-    async def _refill(self, groups: Sequence[Group]) -> None:
-        """Prompts whose answers came too late are generated again: they are the long and hard ones."""
-        if not groups:
-            return
-        self._staleness.on_discarded(len(groups))
-        self._stream.put_back(group.prompt for group in groups)
-        for group in groups:
-            self._order.pop(_key(group.prompt), None)
-        await self.release(groups)
-
-    async def _top_up(self) -> None:
-        """Submit what may be submitted, to the workers with the least under way."""
-        room = self._staleness.capacity(self._version)
-        if not self._overlapped:
-            room = min(room, self._wanted - len(self._ready) - self._staleness.running)
-        if room <= 0:
-            return
-        prompts = self._stream.next(room)
-        self._staleness.on_submitted(len(prompts))
-        shares: list[list[Prompt]] = [[] for _ in self._clients]
-        for prompt in prompts:
-            self._order[_key(prompt)] = self._submitted
-            self._submitted += 1
-            rank = min(range(len(self._clients)), key=lambda r: (self._under_way[r], r))
-            self._under_way[rank] += 1
-            shares[rank].append(prompt)
-        await gather_all(
-            self._clients[rank].call("submit", prompts=share, step=self._step, purpose="train", timeout_s=self._timeout_s)
-            for rank, share in enumerate(shares)
-            if share
-        )
-
-
-def _key(prompt: Prompt) -> tuple[str, int]:
-    return prompt.id, prompt.epoch

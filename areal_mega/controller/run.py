@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
-from areal_mega.controller.batch import StepBatch, batch_metrics, plan_step, score_metrics
+from areal_mega.controller.batch import StepBatch, batch_metrics, bias_metrics, mean_reward, plan_step, score_metrics
 from areal_mega.controller.rollout import ReadyBatch, RolloutController, RolloutFailed
 from areal_mega.controller.sync import WeightSync
 from areal_mega.controller.train import TrainController
@@ -58,7 +58,8 @@ class Run:
         self._step_started = time.perf_counter()
         self._tokens_seen = 0
         self._metrics: list[Metrics] = []
-        self._ages: dict[int, int] = {}
+        self._histograms: dict[str, dict[int, int]] = {}
+        self._poisoned_seen = 0
 
     async def begin(self) -> None:
         """Supervised warm-up, the first weight sync (version 0), and the evaluation before the first step (logged as step 0)."""
@@ -76,7 +77,11 @@ class Run:
         clock = time.perf_counter()
         ready = await self.rollout.next_batch(self.recipe.train.batch_size)
         self._metrics.append({"time/wait_rollout": m.total(time.perf_counter() - clock)})
-        self._ages = ready.ages
+        self._histograms = {
+            "staleness/age": ready.ages,
+            "staleness/fresh_length": ready.bias.fresh.lengths,
+            "staleness/late_length": ready.bias.late.lengths,
+        }
         return ready
 
     async def train_step(self, step: int, ready: ReadyBatch) -> None:
@@ -93,6 +98,7 @@ class Run:
         self._metrics.append(
             {"staleness/dropped_samples": m.total(ready.dropped_samples), "staleness/refilled_prompts": m.total(ready.refilled)}
         )
+        self._metrics.append(bias_metrics(ready.bias))
 
     async def sync_weights(self, step: int) -> None:
         """Send the new weights, where the schedule has it (always after the last step), and let more prompts start."""
@@ -148,7 +154,7 @@ class Run:
         failed = [result for result in results if result.group is None]
         if not samples:
             raise RolloutFailed(f"all {len(failed)} evaluation prompts failed; the last: {failed[-1].reason}")
-        accuracy = m.mean_of(sample.reward for sample in samples)
+        accuracy = mean_reward(samples)
         self.last_eval = accuracy.result
         measured: Metrics = {
             "eval/accuracy": accuracy,
@@ -178,7 +184,12 @@ class Run:
             metrics["rollout/tokens_per_s"] = m.last(generated / seconds)
             metrics["train/tokens"] = metrics["batch/trained_tokens"]
             metrics["throughput/samples_per_s"] = m.last(metrics["batch/samples"].value / seconds)
-            for name in ("rejected", "failed", "uniform", "lone", "dropped_samples"):
+            for name in ("rejected", "failed", "timed_out", "retried", "poisoned", "uniform", "lone", "dropped_samples"):
                 metrics[f"rollout/{name}"] = m.last(self.rollout.counts[name])
-        self.observer.log(step, metrics, {"staleness/age": self._ages} if step else None)
-        self._metrics = []
+        lengths = {"rollout/length": self.rollout.drain_lengths()}
+        self.observer.log(step, metrics, lengths | self._histograms)
+        self._metrics, self._histograms = [], {}
+        poisoned = list(self.rollout.poisoned.items())
+        for prompt, reason in poisoned[self._poisoned_seen :]:
+            self.observer.note(f"prompt {prompt} is poisoned, and not tried again: {reason}")
+        self._poisoned_seen = len(poisoned)

@@ -124,6 +124,36 @@ def staleness(records: Records) -> str | None:
     return _figure(draw, "generated tokens", legend_title="age in versions", columns=10)
 
 
+def length_bias(records: Records) -> str | None:
+    """How long the samples were that came in: cumulative share by generated tokens, those within the bound and those beyond it."""
+    parts = []
+    for name, label, colour in (("fresh", "within the bound", BLUE), ("late", "beyond the bound", RED)):
+        bins = pooled_histogram(records, f"staleness/{name}_length")
+        if bins:
+            lengths = np.array(sorted(bins), dtype=np.float64)
+            share = np.cumsum([bins[int(n)] for n in lengths]) / sum(bins.values())
+            parts.append((label, colour, lengths, share))
+    if not parts:
+        return None
+
+    def draw(axes: Any) -> None:
+        for label, colour, lengths, share in parts:
+            axes.step(np.append(lengths[0], lengths), np.append(0.0, share), where="post", color=colour, label=label)
+        axes.set_ylim(0, 1.02)
+        axes.yaxis.set_major_formatter(_percent())
+
+    return _figure(draw, "samples, cumulative", xlabel="generated tokens")
+
+
+def pooled_histogram(records: Records, name: str) -> dict[int, int]:
+    """A histogram over all steps."""
+    bins: dict[int, int] = {}
+    for record in records:
+        for edge, count in record.histograms.get(name, {}).items():
+            bins[edge] = bins.get(edge, 0) + count
+    return bins
+
+
 TIME_PARTS = (
     ("time/wait_rollout", "wait for rollouts", ORANGE),
     ("time/fetch", "fetch", "#c9a227"),
@@ -292,14 +322,16 @@ def _percent() -> Any:
     return PercentFormatter(1.0, decimals=0)
 
 
-def _figure(draw: Callable[[Any], None], ylabel: str, *, legend_title: str | None = None, columns: int = 4) -> str:
+def _figure(
+    draw: Callable[[Any], None], ylabel: str, *, xlabel: str = "train step", legend_title: str | None = None, columns: int = 4
+) -> str:
     from matplotlib.ticker import MaxNLocator
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 3.3), layout="constrained")
         axes = figure.subplots()
         draw(axes)
-        axes.set_xlabel("train step")
+        axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axes.margins(x=0.02)

@@ -110,6 +110,7 @@ def _figures(records: Sequence[StepRecord]) -> list[tuple[str, str, str | None]]
             "bound are shown too, and were not trained.",
             charts.staleness(records),
         ),
+        ("Length bias", length_bias(records), charts.length_bias(records)),
         ("Time split", "Where each step's wall-clock time went, as the trainer sees it.", charts.time_split(records)),
         (
             "Train–inference mismatch",
@@ -120,6 +121,33 @@ def _figures(records: Sequence[StepRecord]) -> list[tuple[str, str, str | None]]
         ("Optimisation", "Policy loss, and the gradient norm before clipping.", charts.optimisation(records)),
         ("Weight sync", "Duration of each sync and its phases.", charts.sync(records)),
     ]
+
+
+def length_bias(records: Sequence[StepRecord]) -> str:
+    """What dropping every sample with a token beyond the bound would have done (or did), in one or two sentences."""
+    counts, tokens, rewards = {}, {}, {}
+    for name in ("fresh", "late"):
+        seen = [(sum(r.histograms.get(f"staleness/{name}_length", {}).values()), r.metrics) for r in records]
+        counts[name] = sum(n for n, _ in seen)
+        tokens[name] = sum(n * metrics[f"staleness/{name}_tokens"] for n, metrics in seen if n)
+        rewards[name] = sum(n * metrics[f"staleness/{name}_reward"] for n, metrics in seen if n)
+    total, fresh, late = sum(counts.values()), counts["fresh"], counts["late"]
+    if not total:
+        return "Lengths of the samples that came in, split by the staleness bound."
+    if not late:
+        return f"All {total} samples were within the staleness bound: dropping late ones would have changed nothing."
+    said = (
+        f"{late} of {total} samples ({late / total:.1%}) had tokens beyond the staleness bound: mean length "
+        f"{tokens['late'] / late:.0f} tokens, mean reward {rewards['late'] / late:.3f}."
+    )
+    if not fresh:
+        return f"{said} Dropping them would have left nothing."
+    shift = tokens["fresh"] / fresh / (sum(tokens.values()) / total) - 1
+    moved = rewards["fresh"] / fresh - sum(rewards.values()) / total
+    return (
+        f"{said} The others: {tokens['fresh'] / fresh:.0f} tokens, {rewards['fresh'] / fresh:.3f}. Training without the late ones "
+        f"changes the mean length by {shift:+.1%} and the mean reward by {moved:+.3f}."
+    )
 
 
 def _card(heading: str, caption: str, svg: str | None) -> str:

@@ -1,7 +1,8 @@
 """Runs many episodes at once and turns what they return into groups.
 
-Every submitted prompt ends in exactly one `EpisodeResult`: nothing is retried here (the client of the inference server sends a
-failed request again; a prompt whose request keeps failing is reported, not tried for ever) and nothing is dropped without a word.
+Every submission ends in exactly one `EpisodeResult`, unless it is cancelled: nothing is retried here (the client of the inference
+server sends a failed request again; whether a prompt is tried again is decided by `areal_mega.rollout.dispatch`) and nothing is
+dropped without a word.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from areal_mega.core.errors import UserError
+from areal_mega.core.errors import DeadlineExceeded, UserError
 from areal_mega.core.types import Group, Prompt, Sample, SampleId, Trajectory, count_versions
+from areal_mega.rollout.inference import ServerFault
 from areal_mega.rollout.results import PURPOSES, EpisodeResult, Purpose
 from areal_mega.rollout.store import TrajectoryStore
 from areal_mega.rollout.workflow import GenerationEngine, Workflow, drops
 
 log = logging.getLogger(__name__)
 
+_CANCEL_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class _Episode:
     prompt: Prompt
+    ticket: int
     step: int
     purpose: Purpose
     submitted: float
@@ -43,13 +48,21 @@ class Executor:
         workflows: one workflow per purpose that will be submitted.
         store: keeps the trajectories of training groups.
         max_concurrent: episodes at once.
+        timeout_s: an episode that takes longer, from its start, is ended.
     """
 
     def __init__(
-        self, *, run: str, engine: GenerationEngine, workflows: Mapping[Purpose, Workflow], store: TrajectoryStore, max_concurrent: int
+        self,
+        *,
+        run: str,
+        engine: GenerationEngine,
+        workflows: Mapping[Purpose, Workflow],
+        store: TrajectoryStore,
+        max_concurrent: int,
+        timeout_s: float,
     ) -> None:
         self._run, self._engine, self._workflows, self._store = run, engine, workflows, store
-        self._max_concurrent = max_concurrent
+        self._max_concurrent, self._timeout_s = max_concurrent, timeout_s
         self._waiting: dict[Purpose, deque[_Episode]] = {purpose: deque() for purpose in PURPOSES}
         self._running: dict[asyncio.Task[None], _Episode] = {}
         self._finished: dict[Purpose, deque[EpisodeResult]] = {purpose: deque() for purpose in PURPOSES}
@@ -57,16 +70,16 @@ class Executor:
         self._wake = asyncio.Event()
         self._starter: asyncio.Task[None] | None = None
         self._fatal: BaseException | None = None
-        self._warned_full = False
         self.counts: Counter[str] = Counter()
         """Since start: outcomes (``train/group``, …), tokens (``train/tokens``: generated), dropped members by kind."""
 
-    def submit(self, prompts: Iterable[Prompt], *, step: int, purpose: Purpose) -> None:
-        """Queue prompts. Never blocks: how many may be under way is the business of staleness control."""
+    def submit(self, prompts: Mapping[int, Prompt], *, step: int, purpose: Purpose) -> None:
+        """Queue prompts by ticket. Never blocks: how many may be under way is the business of whoever submits."""
         assert purpose in self._workflows, f"no workflow for purpose {purpose}"
         if self._starter is None:
             self._starter = asyncio.create_task(self._start_episodes())
-        self._waiting[purpose].extend(_Episode(prompt, step, purpose, time.monotonic()) for prompt in prompts)
+        now = time.monotonic()
+        self._waiting[purpose].extend(_Episode(prompt, ticket, step, purpose, now) for ticket, prompt in prompts.items())
         self._wake.set()
 
     async def collect(self, max_results: int, *, wait_s: float, purpose: Purpose) -> list[EpisodeResult]:
@@ -86,9 +99,19 @@ class Executor:
                 raise self._fatal
             return [finished.popleft() for _ in range(min(max_results, len(finished)))]
 
-    def wake(self) -> None:
-        """Look again whether episodes may start: call after the store released something."""
-        self._wake.set()
+    async def cancel(self, tickets: Iterable[int], *, purpose: Purpose) -> None:
+        """End episodes without a result, whether they run, wait, or have finished and were not collected."""
+        gone = set(tickets)
+        self._waiting[purpose] = deque(e for e in self._waiting[purpose] if e.ticket not in gone)
+        for result in [r for r in self._finished[purpose] if r.ticket in gone]:
+            self._finished[purpose].remove(result)
+            if result.group is not None:
+                self._store.release(handle.key for sample in result.group.samples for handle in sample.tensors.values())
+        tasks = [task for task, e in self._running.items() if e.purpose == purpose and e.ticket in gone]
+        for task in tasks:
+            task.cancel()
+        if tasks:  # a workflow may take its time to end, or swallow its cancellation: nobody waits for it longer than this
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
 
     def under_way(self, purpose: Purpose) -> list[Prompt]:
         """Prompts submitted and not finished: running ones first."""
@@ -97,8 +120,8 @@ class Executor:
     def oldest(self, n: int = 3) -> list[tuple[str, float]]:
         """Prompt ids of the longest-running episodes, with their seconds since submission."""
         now = time.monotonic()
-        ages = sorted(((now - e.submitted, e.prompt.id) for e in self._running.values()), reverse=True)
-        return [(prompt_id, seconds) for seconds, prompt_id in ages[:n]]
+        oldest = sorted(self._running.values(), key=lambda episode: episode.submitted)[:n]
+        return [(episode.prompt.id, now - episode.submitted) for episode in oldest]
 
     def queued(self, purpose: Purpose) -> tuple[int, int, int]:
         """Numbers of waiting, running and finished (not yet collected) episodes."""
@@ -125,17 +148,7 @@ class Executor:
     def _next(self) -> _Episode | None:
         if self._waiting["eval"]:
             return self._waiting["eval"].popleft()
-        if not self._waiting["train"]:
-            return None
-        if self._store.full:
-            if not self._warned_full:
-                log.warning(
-                    "%d bytes of trajectories (limit %d): no episode starts until some are released", self._store.nbytes, self._store.limit
-                )
-            self._warned_full = True
-            return None
-        self._warned_full = False
-        return self._waiting["train"].popleft()
+        return self._waiting["train"].popleft() if self._waiting["train"] else None
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)  # still there only when it was cancelled
@@ -161,8 +174,10 @@ class Executor:
             self._arrival.notify_all()
 
     async def _run_workflow(self, episode: _Episode, dropped: Counter[str]) -> EpisodeResult:
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            trajectories = await self._workflows[episode.purpose].arun_episode(self._engine, episode.prompt)
+            async with limit:
+                trajectories = await self._workflows[episode.purpose].arun_episode(self._engine, episode.prompt)
             if trajectories is None:
                 return self._result(episode, dropped, outcome="rejected", reason="rejected by the workflow")
             sound = [t for t in trajectories if self._is_sound(t, dropped)]
@@ -172,14 +187,21 @@ class Executor:
         except UserError:
             raise
         except Exception as error:  # a user's workflow may raise anything: it concerns this prompt, and is reported with it
+            if limit.expired():
+                reason = f"the episode took longer than rollout.prompt_timeout_s={self._timeout_s:g} s"
+                return self._result(episode, dropped, outcome="timed_out", reason=reason)
             log.warning("prompt %s failed", episode.prompt.id, exc_info=error)
-            return self._result(episode, dropped, outcome="failed", reason=f"{type(error).__name__}: {error}")
+            # A server that refuses a request (4xx) found fault with the request.
+            to_blame = isinstance(error, DeadlineExceeded) or (isinstance(error, ServerFault) and not error.is_refusal)
+            reason = f"{type(error).__name__}: {error}"
+            return self._result(episode, dropped, outcome="failed", reason=reason, server_fault=to_blame)
 
     def _result(self, episode: _Episode, dropped: Counter[str], **fields: object) -> EpisodeResult:
         return EpisodeResult(
             purpose=episode.purpose,
             step=episode.step,
             prompt=episode.prompt,
+            ticket=episode.ticket,
             seconds=time.monotonic() - episode.submitted,
             dropped=dict(dropped),
             **fields,  # type: ignore[arg-type]

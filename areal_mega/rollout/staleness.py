@@ -30,11 +30,12 @@ class StalenessControl:
         batch_size: groups per train step (B).
         max_staleness: bound in versions (η); 0 is synchronous.
         start_version: weight version at which the first train step consumes.
+        total: groups that all steps of the run consume; more than the last step can use are never started. None: no end is known.
     """
 
-    def __init__(self, batch_size: int, max_staleness: int, *, start_version: int = 0) -> None:
+    def __init__(self, batch_size: int, max_staleness: int, *, start_version: int = 0, total: int | None = None) -> None:
         assert batch_size > 0 and max_staleness >= 0
-        self.batch_size, self.max_staleness, self.start_version = batch_size, max_staleness, start_version
+        self.batch_size, self.max_staleness, self.start_version, self.total = batch_size, max_staleness, start_version, total
         self.running = 0
         self.ready = 0
         self.consumed = 0
@@ -42,7 +43,8 @@ class StalenessControl:
     def capacity(self, version: int) -> int:
         """Groups that may be submitted now that the trainer's weights are at ``version``."""
         started = self.running + self.ready + self.consumed
-        return max(0, (self.max_staleness + version - self.start_version + 1) * self.batch_size - started)
+        most = (self.max_staleness + version - self.start_version + 1) * self.batch_size
+        return max(0, (most if self.total is None else min(most, self.total)) - started)
 
     def on_submitted(self, n: int = 1) -> None:
         self.running += n
@@ -72,12 +74,11 @@ class StalenessControl:
     def restore(self, snapshot: Mapping[str, int]) -> None:
         """Go on where a checkpoint was made. With nothing under way the counters are what they were at that step, no more.
 
-        The batch size may have changed: capacity speaks of groups *beyond* those trained so far.
+        The batch size may have changed: capacity speaks of groups *beyond* those trained so far, in batches of today's size. What does
+        not come out even (a checkpoint between two syncs, of several steps each) is rounded up: never above the bound.
         """
-        steps, rest = divmod(snapshot["consumed"], snapshot["batch_size"])
-        assert rest == 0, f"a checkpoint is made between steps, and {snapshot['consumed']} groups are no whole steps"
         self.running = self.ready = 0
-        self.consumed = steps * self.batch_size
+        self.consumed = -(-snapshot["consumed"] * self.batch_size // snapshot["batch_size"])
         self.start_version = snapshot["start_version"]
 
     def _leave(self, state: Literal["running", "ready"], n: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from areal_mega.rollout.store import TrajectoryStore
 from areal_mega.rollout.workflow import GenerationEngine, GenerationSettings, Workflow, WorkflowContext
 from areal_mega.rpc.server import RpcServer
 
-METHODS = ("connect", "submit", "collect", "fetch", "release", "under_way", "status")
+METHODS = ("connect", "submit", "cancel", "collect", "fetch", "release", "under_way", "status")
 
 
 class RolloutWorker:
@@ -32,11 +33,12 @@ class RolloutWorker:
     Args:
         recipe: the run's recipe.
         address: host:port under which this worker is called; it goes into every handle.
+        spill: folder for trajectories that memory has no room for; this worker's alone.
     """
 
-    def __init__(self, recipe: Recipe, *, address: str) -> None:
+    def __init__(self, recipe: Recipe, *, address: str, spill: Path) -> None:
         self._recipe = recipe
-        self._store = TrajectoryStore(address)
+        self._store = TrajectoryStore(address, limit=int(recipe.rollout.store_mb * 2**20), folder=spill)
         reward = recipe.reward
         self._reward = RewardRunner(reward.path, reward.kwargs, timeout_s=reward.timeout_s, workers=reward.workers)
         self._workflows: dict[Purpose, Workflow] = {}
@@ -84,13 +86,18 @@ class RolloutWorker:
             workflows=self._workflows,
             store=self._store,
             max_concurrent=self._recipe.rollout.max_concurrent_prompts,
+            timeout_s=self._recipe.rollout.prompt_timeout_s,
         )
 
-    async def submit(self, prompts: Sequence[Prompt], step: int, purpose: Purpose = "train") -> int:
-        """Queue prompts of train step ``step``; returns how many of this purpose are under way."""
+    async def submit(self, prompts: Mapping[int, Prompt], step: int, purpose: Purpose = "train") -> int:
+        """Queue prompts of train step ``step``, by ticket; returns how many of this purpose are under way."""
         self._running.submit(prompts, step=step, purpose=purpose)
         waiting, running, _ = self._running.queued(purpose)
         return waiting + running
+
+    async def cancel(self, tickets: Sequence[int], purpose: Purpose = "train") -> None:
+        """End these submissions without a result, wherever they are; unknown ones are none of this worker's any more."""
+        await self._running.cancel(tickets, purpose=purpose)
 
     async def collect(self, max_groups: int, wait_s: float, purpose: Purpose = "train") -> list[EpisodeResult]:
         """Finished episodes, at most ``max_groups``, in the order they finished; an empty list after ``wait_s`` without one."""
@@ -106,9 +113,7 @@ class RolloutWorker:
 
     async def release(self, keys: Sequence[str]) -> int:
         """Forget arrays that were trained on or will not be; returns the bytes freed."""
-        freed = self._store.release(keys)
-        self._running.wake()
-        return freed
+        return self._store.release(keys)
 
     async def status(self) -> dict[str, Any]:
         """Queues, counters since start, bytes held, and the episodes that have run longest (prompt id, seconds)."""
@@ -118,17 +123,18 @@ class RolloutWorker:
             "queues": queues,
             "counts": dict(executor.counts),
             "rewards": dict(self._reward.counts),
-            "store": {"arrays": len(self._store), "nbytes": self._store.nbytes, "limit": self._store.limit, "full": self._store.full},
+            "store": {"arrays": len(self._store), "nbytes": self._store.nbytes, "spilled": self._store.spilled_nbytes},
             "oldest": executor.oldest(),
         }
 
     async def close(self) -> None:
-        """Cancel episodes, end the verifier processes, leave the server."""
+        """Cancel episodes, end the verifier processes, leave the server, remove what was spilled."""
         if self._executor is not None:
             await self._executor.close()
         await self._reward.close()
         if self._client is not None:
             await self._client.close()
+        self._store.close()
 
     @property
     def _running(self) -> Executor:

@@ -113,3 +113,45 @@ def test_rewards_are_scaled_shifted_and_penalised() -> None:
     np.testing.assert_allclose(shape_rewards([1.0, 0.0], penalised, np.array([2.0, -1.0])), [0.8, 0.1])
     with pytest.raises(AssertionError):
         shape_rewards([1.0], penalised)
+
+
+# --- several turns of one member
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[np.ndarray, list[str], list[int]]:
+    """Groups whose members have one to four turns: member rewards, group ids and members, one entry per member."""
+    values, ids = draw(batches())
+    return values, ids, draw(st.lists(st.integers(1, 4), min_size=len(ids), max_size=len(ids)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(batch=conversations())
+def test_a_member_counts_once_however_many_turns_it_has(rule: str, batch: tuple[np.ndarray, list[str], list[int]]) -> None:
+    """Turns that carry their member's reward get the advantage that the member has among members."""
+    values, ids, turns = batch
+    members = list(range(len(ids)))
+    whole = compute_advantages(rule, values, ids, "error", members)
+    assert (whole == compute_advantages(rule, values, ids, "error")).all()
+    spread = [i for i, n in enumerate(turns) for _ in range(n)]
+    got = compute_advantages(rule, values[spread], [ids[i] for i in spread], "error", [members[i] for i in spread])
+    np.testing.assert_allclose(got, whole[spread], rtol=1e-3, atol=1e-4)
+
+
+def test_turns_with_rewards_of_their_own_are_measured_against_the_mean_of_members() -> None:
+    rewards_s, ids, members = [1.0, 0.0, 0.0, 2.0], ["g"] * 4, [0, 0, 0, 1]  # member means 1/3 and 2
+    mean = (1 / 3 + 2) / 2
+    got = compute_advantages("group_mean", rewards_s, ids, "error", members)
+    np.testing.assert_allclose(got, np.array(rewards_s) - mean, rtol=1e-6)
+    others = compute_advantages("leave_one_out", rewards_s, ids, "error", members)
+    np.testing.assert_allclose(others, [1 - 2, -2, -2, 2 - 1 / 3], rtol=1e-6)
+    std = np.sqrt(np.average((np.array(rewards_s) - mean) ** 2, weights=[1 / 3, 1 / 3, 1 / 3, 1]))
+    np.testing.assert_allclose(
+        compute_advantages("group_norm", rewards_s, ids, "error", members), (np.array(rewards_s) - mean) / std, rtol=1e-4
+    )
+
+
+def test_several_turns_of_one_member_are_no_group() -> None:
+    with pytest.raises(UserError, match="group g has one sample"):
+        compute_advantages("group_norm", [1.0, 0.0], ["g", "g"], "error", [3, 3])
+    assert compute_advantages("group_norm", [1.0, 0.5], ["g", "g"], "reward", [3, 3]).tolist() == [1.0, 0.5]

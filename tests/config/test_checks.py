@@ -26,17 +26,17 @@ CONTRADICTIONS = [
         ["data.max_prompt_tokens", "train.microbatch_tokens", "train.strategy"],
         "= 4095 tokens, padded to 4096 for",
     ),
-    (
-        ["data.max_prompt_tokens=3071", "train.microbatch_tokens=4095", "train.strategy=megatron:d1c2"],
-        ["data.max_prompt_tokens", "train.microbatch_tokens", "train.strategy"],
-        "= 4095 tokens, padded to 4096 for",
-    ),
     (["rollout.python=/x/python"], ["rollout.python", "rollout.strategy"], "use sglang:d1 or remove"),
     (["rollout.server_args=[--tp-size, '2']"], ["rollout.server_args", "rollout.strategy"], "two values for one flag"),
     (["rollout.server_args=['--dtype=float16']"], ["rollout.server_args", "rollout.dtype"], "change rollout.dtype instead"),
     (["launch.slots=1"], ["train.strategy", "rollout.strategy", "launch.slots"], "takes 1 = 2 slots, but launch.slots"),
     (["launch.train_cpus=[0, 1]", "launch.rollout_cpus=[1, 2]"], ["launch.train_cpus", "launch.rollout_cpus"], "both name cores [1]"),
     (["rollout.top_k=0"], ["rollout.top_k"], "use -1"),
+    (
+        ["rollout.prompt_timeout_s=60"],
+        ["rollout.prompt_timeout_s", "rollout.request_timeout_s"],
+        "rollout.prompt_timeout_s",
+    ),
     (["eval.samples=4"], ["eval.samples", "eval.temperature"], "same greedy answer 4 times"),
     (["eval.every_steps=1"], ["eval.every_steps", "data.valid"], "nothing to evaluate on"),
     (

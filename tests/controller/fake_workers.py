@@ -14,6 +14,7 @@ from areal_mega.config.schema import Recipe
 from areal_mega.controller.rollout import RolloutController
 from areal_mega.core.types import Group, Prompt
 from areal_mega.data.stream import PromptStream
+from areal_mega.rollout.dispatch import Dispatch
 from areal_mega.rollout.results import EpisodeResult, Outcome, Purpose
 from areal_mega.rollout.staleness import StalenessControl
 
@@ -27,6 +28,8 @@ class FakeWorker:
         self.submitted: list[tuple[Prompt, int, Purpose]] = []
         self.running: list[tuple[Prompt, int, int]] = []
         """(prompt, step, version at submission) of train episodes."""
+        self.tickets: dict[tuple[str, int], int] = {}
+        self.cancelled: list[int] = []
         self.held: set[str] = set()
         self.made: list[Group] = []
         self.fault: Exception | None = None
@@ -40,9 +43,10 @@ class FakeWorker:
             raise self.fault
         return await getattr(self, method)(**kwargs)
 
-    async def submit(self, prompts: Sequence[Prompt], step: int, purpose: Purpose = "train") -> int:
-        for each in prompts:
+    async def submit(self, prompts: Mapping[int, Prompt], step: int, purpose: Purpose = "train") -> int:
+        for ticket, each in prompts.items():
             self.submitted.append((each, step, purpose))
+            self.tickets[each.id, each.epoch] = ticket
             if purpose == "train":
                 self.running.append((each, step, self.version))
             if self.automatic is not None:
@@ -69,6 +73,10 @@ class FakeWorker:
         await asyncio.sleep(0)
         return len(keys)
 
+    async def cancel(self, tickets: Sequence[int], purpose: Purpose = "train") -> None:
+        self.cancelled += tickets
+        self.running = [each for each in self.running if self.tickets[each[0].id, each[0].epoch] not in tickets]
+
     async def status(self) -> dict[str, Any]:
         return {"oldest": [(each.id, 7.0) for each, _, _ in self.running[:3]]}
 
@@ -89,7 +97,7 @@ class FakeWorker:
             )
             self.made.append(made)
             self.held |= keys_of([made])
-        await self.deliver(result(of, outcome, made, reason, dropped, step))
+        await self.deliver(result(of, outcome, made, reason, dropped, step, ticket=self.tickets[of.id, of.epoch]))
         return made
 
     async def deliver(self, *results: EpisodeResult) -> None:
@@ -110,9 +118,10 @@ def result(
     dropped: Mapping[str, int] | None = None,
     step: int = 0,
     purpose: Purpose = "train",
+    ticket: int = 0,
 ) -> EpisodeResult:
     return EpisodeResult(
-        purpose=purpose, step=step, prompt=of, outcome=outcome, seconds=0.1, group=made, reason=reason, dropped=dropped or {}
+        purpose=purpose, step=step, prompt=of, ticket=ticket, outcome=outcome, seconds=0.1, group=made, reason=reason, dropped=dropped or {}
     )
 
 
@@ -120,11 +129,19 @@ class World:
     """A controller over fake workers; use as an async context manager, with its listener beside."""
 
     def __init__(
-        self, *, workers: int = 1, batch: int = 2, eta: int = 0, rows: int = 1000, overlapped: bool = True, **changes: Any
+        self,
+        *,
+        workers: int = 1,
+        batch: int = 2,
+        eta: int = 0,
+        rows: int = 1000,
+        overlapped: bool = True,
+        total: int | None = None,
+        **changes: Any,
     ) -> None:
         self.recipe = recipe(batch, eta, **changes)
         self.workers = [FakeWorker(rank) for rank in range(workers)]
-        self.staleness = StalenessControl(batch, eta)
+        self.staleness = StalenessControl(batch, eta, total=total)
         self.stream = PromptStream([dict(prompt(i).row) for i in range(rows)], seed=1, shuffle=False)
         algorithm = algorithm_of(self.recipe)
         self.control = RolloutController(self.workers, self.stream, self.staleness, self.recipe, algorithm)  # type: ignore[arg-type]
@@ -154,6 +171,10 @@ class World:
         return [each.id for worker in self.workers for each, _, purpose in worker.submitted if purpose == "train"]
 
     @property
+    def dispatch(self) -> Dispatch:
+        return self.control._dispatch
+
+    @property
     def running(self) -> int:
         return sum(len(worker.running) for worker in self.workers)
 
@@ -162,12 +183,20 @@ class World:
         return {key for worker in self.workers for key in worker.held}
 
 
-def recipe(batch: int, eta: int, *, action: str = "mask_token", timeout_s: float = 60.0, **algorithm: Any) -> Recipe:
+def recipe(
+    batch: int,
+    eta: int,
+    *,
+    action: str = "mask_token",
+    timeout_s: float = 60.0,
+    rollout: Mapping[str, Any] | None = None,
+    **algorithm: Any,
+) -> Recipe:
     return Recipe.model_validate(
         {
             "run": {"name": "r", "steps": 10},
             "model": {"path": "p"},
-            "rollout": {"group_size": 2},
+            "rollout": {"group_size": 2, **(rollout or {})},
             "train": {"batch_size": batch},
             "staleness": {"max_staleness": eta, "action": action},
             "algorithm": {"correction": "decoupled", **algorithm},

@@ -97,7 +97,7 @@ async def control(monkeypatch: pytest.MonkeyPatch, *, timeout_s: float = 60.0, *
             **sections,
         }
     )
-    worker = RolloutWorker(recipe, address="w:0")
+    worker = RolloutWorker(recipe, address="w:0", spill=Path("spill-of-nothing"))
     try:
         await worker.start()
         worker.use(DigitEngine())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from typing import Any
@@ -207,14 +208,115 @@ async def test_rejected_and_failed_prompts_are_counted_and_replaced(caplog: pyte
         await world.workers[0].finish(outcome="rejected", reason="rejected by the workflow")
         await world.workers[0].finish(outcome="failed", reason="ValueError: no", dropped={"reward error: x": 2})
         await settle()
-        assert world.submitted == ["p0", "p1", "p2", "p3"]
+        assert world.submitted == ["p0", "p1", "p1", "p2"]  # what was rejected is replaced, what failed is tried again
+        await world.workers[0].finish(outcome="timed_out", reason="too long")
+        await settle()
+        assert world.submitted == ["p0", "p1", "p1", "p2", "p3"]  # twice is enough
         await world.workers[0].finish(dropped={"reward timeout: slow": 1})
         await world.workers[0].finish()
         await wanted
         counts = world.control.counts
-        assert (counts["rejected"], counts["failed"], counts["group"], counts["dropped_samples"]) == (1, 1, 2, 3)
+        assert {name: counts[name] for name in ("rejected", "failed", "timed_out", "retried", "poisoned", "group", "dropped_samples")} == {
+            "rejected": 1, "failed": 1, "timed_out": 1, "retried": 1, "poisoned": 1, "group": 2, "dropped_samples": 3,
+        }  # fmt: skip
         assert (counts["samples"], counts["tokens"]) == (4, 8)
-        assert "prompt p1 (epoch 0) failed: ValueError: no" in caplog.text
+        assert world.control.poisoned == {"p1": "too long"}
+        assert "prompt p1 (epoch 0) failed: ValueError: no; it is tried again" in caplog.text
+        assert "prompt p1 (epoch 0) failed: too long; it is not tried again" in caplog.text
+
+
+async def test_a_poisoned_prompt_never_comes_again() -> None:
+    async with World(batch=1, eta=0, rows=2, rollout={"prompt_attempts": 1}) as world:
+        await world.workers[0].finish(outcome="failed", reason="poison")
+        await settle()
+        for _ in range(3):
+            await world.workers[0].finish()
+            await batch_of(world)
+            await world.advance()
+        assert world.submitted == ["p0", "p1", "p1", "p1", "p1"]
+
+
+async def test_a_run_tolerates_so_many_poisoned_prompts_and_no_more() -> None:
+    async with World(batch=2, eta=0, rollout={"prompt_attempts": 1, "max_poisoned_prompts": 2}) as world:
+        wanted = asyncio.create_task(batch_of(world))
+        for number in range(3):
+            await settle()
+            assert not wanted.done()
+            await world.workers[0].finish(outcome="rejected")  # not in a row
+            await settle()
+            await world.workers[0].finish(outcome="failed", reason=f"poison {number}")
+        with pytest.raises(RolloutFailed) as caught:
+            await wanted
+        assert str(caught.value) == (
+            "3 prompts failed 1 times each, and rollout.max_poisoned_prompts is 2; the last: p1: poison 0; p3: poison 1; p5: poison 2"
+        )
+
+
+async def test_an_attempt_that_failed_at_one_replica_goes_to_another() -> None:
+    async with World(workers=2, batch=2, eta=0) as world:
+        first, second = world.workers
+        (of, *_), *_ = first.running
+        await first.finish(outcome="failed", reason="ServerFault")
+        await settle()
+        assert [len(w.running) for w in world.workers] == [0, 2]
+        assert second.running[-1][0] == of
+
+
+async def test_a_worker_that_never_ends_a_prompt_is_told_to_and_the_prompt_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_mega.controller.rollout._POLL_S", 0.02)
+    async with World(workers=2, batch=2, eta=0, timeout_s=0.3, rollout={"prompt_timeout_s": 0.05}) as world:
+        async with asyncio.timeout(20):
+            while len(world.submitted) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert world.control.counts["timed_out"] >= 2
+        assert all(w.cancelled for w in world.workers)
+        assert sorted(world.submitted)[:4] == ["p0", "p0", "p1", "p1"]
+
+
+async def test_nothing_is_submitted_that_the_last_step_cannot_use() -> None:
+    async with World(batch=2, eta=1, total=6) as world:
+        for _ in range(3):
+            for _ in range(2):
+                await world.workers[0].finish()
+            await batch_of(world)
+            await world.advance()
+        assert (world.submitted, world.running) == ([f"p{i}" for i in range(6)], 0)
+
+
+async def test_a_recovered_controller_goes_on_where_the_other_was() -> None:
+    async with World(batch=2, eta=1, rollout={"prompt_attempts": 2}) as world:
+        await world.workers[0].finish(1, outcome="failed", reason="first time")  # p1, tried again
+        await settle()
+        for _ in range(3):
+            await world.workers[0].finish(0)  # p0, p2, p3
+        ready = await batch_of(world)
+        await world.control.release(ready.taken)
+        await world.advance()
+        state = json.loads(json.dumps(world.control.state()))
+    assert prompt_ids(ready) == ["p0", "p2"]
+    again = World(batch=2, eta=1)
+    again.control.restore(state)
+    async with again:
+        # p3 was ready, p1 under way for the second time, p4 and p5 submitted since: all are given again, oldest first.
+        assert again.submitted == ["p1", "p3", "p4", "p5"]
+        assert again.control.counts == Counter(state["dispatch"]["counts"])
+        await again.workers[0].finish(outcome="failed", reason="second time")
+        await settle()
+        assert again.control.poisoned == {"p1": "second time"}
+
+
+async def test_what_dropping_late_samples_would_have_done_is_measured_under_every_action() -> None:
+    for action in ("mask_token", "drop_sample", "refill_prompt"):
+        async with World(batch=1, eta=0, action=action, singleton="batch_mean") as world:
+            await world.advance()
+            await world.workers[0].finish(members=[{"versions": {0: 30, 1: 10}, "reward": 1.0}, {"versions": {1: 20}, "reward": 0.0}])
+            if action == "refill_prompt":
+                await world.workers[0].finish(members=[{"versions": {1: 20}, "reward": 0.0}] * 2)
+            bias = (await batch_of(world)).bias
+            assert (bias.late.samples, bias.late.tokens, bias.late.reward, bias.late.lengths) == (1, 40, 1.0, {40: 1})
+            assert (bias.fresh.lengths[20], bias.fresh.reward) == (bias.fresh.samples, 0.0)
+            assert bias.length_shift == pytest.approx(20 / ((40 + 20 * bias.fresh.samples) / (1 + bias.fresh.samples)) - 1)
+            assert bias.reward_shift is not None and bias.reward_shift < 0
 
 
 async def drain(world: World, outcome: Any, **kwargs: Any) -> None:
@@ -242,7 +344,7 @@ async def test_a_run_whose_prompts_all_fail_ends_soon(overlapped: bool) -> None:
     async with World(batch=2, eta=1, overlapped=overlapped) as world:
         error = await fails_while_draining(world, "failed", reason="no member is left: 2 x reward error: boom")
         assert str(error).endswith("prompts in a row failed; the last: no member is left: 2 x reward error: boom")
-        assert len(world.submitted) <= 12
+        assert len(world.submitted) <= 16
 
 
 @pytest.mark.parametrize("overlapped", [True, False])
@@ -358,7 +460,7 @@ async def any_run(rng: random.Random, workers: int, batch: int, eta: int, action
             assert len(set(trained)) == len(trained)
             await world.control.release(ready.taken)
             await world.advance()
-            ready_keys = keys_of(world.control._ready)
+            ready_keys = keys_of([g for _, g in world.dispatch.ready])
             assert ready_keys == world.held
 
 
@@ -378,9 +480,9 @@ async def finish_one(world: World, rng: random.Random) -> None:
 
 def check_books(world: World, trained: list[str], refilled: int) -> None:
     """Every submission is in exactly one place, and no more are under way than the bound allows."""
-    control, staleness, counts = world.control, world.staleness, world.control.counts
+    staleness, counts = world.staleness, world.control.counts
     assert staleness.running == world.running
-    assert control._under_way == [len(w.running) for w in world.workers]
+    assert [r.prompts for r in world.dispatch.router.replicas.values()] == [len(w.running) for w in world.workers]
     assert len(world.submitted) == counts["group"] + counts["rejected"] + counts["failed"] + world.running
     started = staleness.running + staleness.ready + staleness.consumed
     assert started <= (world.eta + world.version + 1) * world.batch
@@ -388,4 +490,4 @@ def check_books(world: World, trained: list[str], refilled: int) -> None:
         assert staleness.running + staleness.ready <= world.batch
     under_way = Counter((p.id, p.epoch) for w in world.workers for p, _, _ in w.running)
     assert all(n == 1 for n in under_way.values())
-    assert under_way.keys() <= control._order.keys()
+    assert under_way.keys() == {(f.prompt.id, f.prompt.epoch) for f in world.dispatch.flying.values()}

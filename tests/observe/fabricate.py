@@ -46,6 +46,8 @@ def steps(count: int, seed: int = 0) -> Iterator[tuple[int, Metrics, dict[str, d
             "train/tokens_per_s": last(rng.uniform(1500, 1800)),
             "staleness/mean": mean(sum(a * n for a, n in age.items()), tokens),
             "staleness/max": maximum(2),
+            "staleness/fresh_tokens": mean(64 * 12, 64),
+            "staleness/fresh_reward": mean(32, 64),
             "mismatch/abs_mean": mean(1e-2 * rng.uniform(0.5, 1.5) * tokens, tokens),
             "mismatch/abs_max": maximum(0.3 * rng.uniform(0.5, 1.5)),
             "mismatch/kl": mean(1e-3 * rng.uniform(0.5, 1.5) * tokens, tokens),
@@ -62,4 +64,4 @@ def steps(count: int, seed: int = 0) -> Iterator[tuple[int, Metrics, dict[str, d
         if step % 10 == 0:
             metrics["eval/accuracy"] = mean(round(64 * (0.33 + 0.6 * progress)), 64)
             metrics["time/eval"] = last(1.2)
-        yield step, metrics, {"staleness/age": age}
+        yield step, metrics, {"staleness/age": age, "staleness/fresh_length": {8: 20, 12: 30, 16: 14}}

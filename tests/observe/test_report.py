@@ -73,7 +73,17 @@ def svg(page: Page, heading: str) -> str:
 def test_every_figure_is_embedded_with_the_summary_and_the_recipe(tmp_path: Path) -> None:
     record(tmp_path, fabricate.steps(40))
     page = page_of(tmp_path)
-    headings = ["Reward", "Evaluation", "Staleness", "Time split", "Train–inference mismatch", "Throughput", "Optimisation", "Weight sync"]
+    headings = [
+        "Reward",
+        "Evaluation",
+        "Staleness",
+        "Length bias",
+        "Time split",
+        "Train–inference mismatch",
+        "Throughput",
+        "Optimisation",
+        "Weight sync",
+    ]
     assert list(page.images) == [f"{heading} by train step" for heading in headings]
     for heading in headings:
         assert len(svg(page, heading)) > 5000
@@ -88,8 +98,20 @@ def test_an_unmeasured_figure_says_so_instead_of_showing_zero(tmp_path: Path) ->
     record(tmp_path, [(1, {"reward/mean": mean(1, 2)}, {})], provenance=None)
     page = page_of(tmp_path)
     assert list(page.images) == ["Reward by train step"]
-    assert page.text.count("not measured in this run") == 7
+    assert page.text.count("not measured in this run") == 8
     assert "pre" in page.tags and "max_new_tokens: 16" in page.text
+
+
+def test_the_length_bias_is_told_in_words(tmp_path: Path) -> None:
+    means = {"staleness/fresh_tokens": mean(200, 4), "staleness/fresh_reward": mean(2, 4)}
+    late = {"staleness/late_tokens": mean(300, 1), "staleness/late_reward": mean(0, 1)}
+    lengths = {"staleness/fresh_length": {48: 3, 56: 1}}
+    record(tmp_path, [(1, means, lengths)])
+    assert "All 4 samples were within the staleness bound" in page_of(tmp_path).text
+    record(tmp_path, [(2, means | late, {**lengths, "staleness/late_length": {288: 1}})])
+    text = page_of(tmp_path).text
+    assert "1 of 9 samples (11.1%) had tokens beyond the staleness bound: mean length 300 tokens, mean reward 0.000." in text
+    assert "changes the mean length by -35.7% and the mean reward by +0.056" in text
 
 
 def test_a_long_run_stays_a_small_page(tmp_path: Path) -> None:

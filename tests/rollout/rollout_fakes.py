@@ -65,6 +65,11 @@ def prompts(n: int, start: int = 0) -> list[Prompt]:
     return [Prompt(id=f"p{i}", epoch=0, row={"id": f"p{i}", "prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(start, start + n)]
 
 
+def tickets(of: list[Prompt], first: int = 0) -> dict[int, Prompt]:
+    """Prompts as they are submitted: by ticket."""
+    return dict(enumerate(of, first))
+
+
 def trajectory(**changes: Any) -> Trajectory:
     fields: dict[str, Any] = {
         "input_ids": np.array([5, 6, 7], dtype=np.int32),

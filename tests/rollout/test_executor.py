@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rollout_fakes import FakeEngine, ScriptedWorkflow, context, prompts, trajectory
+from rollout_fakes import FakeEngine, ScriptedWorkflow, context, prompts, tickets, trajectory
 
-from areal_mega.core.errors import UserError
+from areal_mega.core.errors import DeadlineExceeded, UserError
 from areal_mega.core.types import VersionCount
 from areal_mega.rollout.executor import Executor, fault_of
+from areal_mega.rollout.inference import ServerFault
 from areal_mega.rollout.results import EpisodeResult, Purpose
 from areal_mega.rollout.store import TrajectoryStore
 
 
 class Setting:
-    def __init__(self, script: dict[str, Any] | None = None, *, max_concurrent: int = 4, limit: int = 1 << 30) -> None:
+    def __init__(self, script: dict[str, Any] | None = None, *, max_concurrent: int = 4, timeout_s: float = 60.0) -> None:
         self.workflow = ScriptedWorkflow(context(), script)
         self.evaluation = ScriptedWorkflow(context(evaluation=True), script)
-        self.store = TrajectoryStore("host:1", limit)
+        self.store = TrajectoryStore("host:1", limit=1 << 30, folder=Path("nothing-is-spilled"))
         self.executor = Executor(
             run="run",
             engine=FakeEngine(),
             workflows={"train": self.workflow, "eval": self.evaluation},
             store=self.store,
             max_concurrent=max_concurrent,
+            timeout_s=timeout_s,
         )
 
     async def results(self, n: int, purpose: Purpose = "train") -> dict[str, EpisodeResult]:
@@ -41,7 +44,7 @@ class Setting:
 async def test_every_prompt_ends_in_one_result() -> None:
     script = {"p1": None, "p2": RuntimeError("boom"), "p3": [], "p4": [trajectory(reward=float("nan")), trajectory()]}
     setting = Setting(script)
-    setting.executor.submit(prompts(6), step=5, purpose="train")
+    setting.executor.submit(tickets(prompts(6)), step=5, purpose="train")
     results = await setting.results(6)
     assert {i: r.outcome for i, r in results.items()} == {
         "p0": "group",
@@ -62,7 +65,7 @@ async def test_every_prompt_ends_in_one_result() -> None:
 
 async def test_group_describes_its_trajectories() -> None:
     setting = Setting({"p0": [trajectory(member=2, scores={"correct": True}), trajectory(member=0, turn=1, reward=0.0)]})
-    setting.executor.submit(prompts(1), step=5, purpose="train")
+    setting.executor.submit(tickets(prompts(1)), step=5, purpose="train")
     group = (await setting.results(1))["p0"].group
     assert group is not None
     first, second = group.samples
@@ -81,7 +84,7 @@ async def test_group_describes_its_trajectories() -> None:
 async def test_the_same_prompt_twice_in_a_step_makes_two_groups() -> None:
     setting = Setting()
     for _ in range(2):
-        setting.executor.submit(prompts(1), step=0, purpose="train")
+        setting.executor.submit(tickets(prompts(1)), step=0, purpose="train")
     found = []
     for _ in range(2):
         found += await setting.executor.collect(1, wait_s=30, purpose="train")
@@ -91,7 +94,7 @@ async def test_the_same_prompt_twice_in_a_step_makes_two_groups() -> None:
 
 async def test_concurrency_is_bounded_and_order_kept() -> None:
     setting = Setting(max_concurrent=3)
-    setting.executor.submit(prompts(20), step=0, purpose="train")
+    setting.executor.submit(tickets(prompts(20)), step=0, purpose="train")
     await setting.results(20)
     assert setting.workflow.most_at_once == 3
     assert setting.workflow.started == [f"p{i}" for i in range(20)]
@@ -101,7 +104,7 @@ async def test_concurrency_is_bounded_and_order_kept() -> None:
 async def test_a_slow_episode_holds_up_nobody() -> None:
     setting = Setting(max_concurrent=2)
     setting.workflow.hold("p0")
-    setting.executor.submit(prompts(10), step=0, purpose="train")
+    setting.executor.submit(tickets(prompts(10)), step=0, purpose="train")
     assert len(await setting.results(9)) == 9
     assert setting.executor.queued("train") == (0, 1, 0)
     assert [i for i, _ in setting.executor.oldest()] == ["p0"]
@@ -114,9 +117,9 @@ async def test_a_slow_episode_holds_up_nobody() -> None:
 async def test_evaluation_is_apart_goes_first_and_keeps_no_arrays() -> None:
     setting = Setting(max_concurrent=1)
     setting.workflow.hold("p0")
-    setting.executor.submit(prompts(3), step=0, purpose="train")
+    setting.executor.submit(tickets(prompts(3)), step=0, purpose="train")
     await asyncio.sleep(0.01)
-    setting.executor.submit(prompts(2, start=10), step=0, purpose="eval")
+    setting.executor.submit(tickets(prompts(2, start=10)), step=0, purpose="eval")
     setting.workflow.gates["p0"].set()
     evaluated = await setting.results(2, "eval")
     assert set(evaluated) == {"p10", "p11"}
@@ -128,18 +131,53 @@ async def test_evaluation_is_apart_goes_first_and_keeps_no_arrays() -> None:
     await setting.executor.close()
 
 
-async def test_a_full_store_pauses_training_episodes_until_release() -> None:
-    size = sum(a.nbytes for a in trajectory().arrays().values())
-    setting = Setting(max_concurrent=1, limit=2 * size)
-    setting.executor.submit(prompts(2), step=0, purpose="train")
-    first = (await setting.results(1)).popitem()[1]
-    assert await setting.executor.collect(1, wait_s=0.2, purpose="train") == []
-    setting.executor.submit(prompts(1, start=10), step=0, purpose="eval")
-    assert set(await setting.results(1, "eval")) == {"p10"}
-    assert first.group is not None
-    setting.store.release([h.key for s in first.group.samples for h in s.tensors.values()])
-    setting.executor.wake()
-    assert len(await setting.results(1)) == 1
+async def test_an_episode_that_takes_too_long_is_ended_and_says_so() -> None:
+    setting = Setting({"p1": TimeoutError("of the workflow's own")}, timeout_s=0.2)
+    setting.workflow.hold("p0")
+    setting.executor.submit(tickets(prompts(3), first=7), step=0, purpose="train")
+    results = await setting.results(3)
+    assert {i: (r.ticket, r.outcome) for i, r in results.items()} == {"p0": (7, "timed_out"), "p1": (8, "failed"), "p2": (9, "group")}
+    assert results["p0"].reason == "the episode took longer than rollout.prompt_timeout_s=0.2 s"
+    assert results["p1"].reason == "TimeoutError: of the workflow's own"
+    assert setting.workflow.at_once == 0
+    await setting.executor.close()
+
+
+async def test_the_time_in_the_queue_does_not_count() -> None:
+    setting = Setting(max_concurrent=1, timeout_s=0.5)
+    setting.workflow.hold("p0")
+    setting.executor.submit(tickets(prompts(2)), step=0, purpose="train")
+    results = await setting.results(2)
+    assert [results[i].outcome for i in ("p0", "p1")] == ["timed_out", "group"]
+    await setting.executor.close()
+
+
+async def test_whose_fault_a_failure_is() -> None:
+    script = {
+        "p0": ServerFault("http://s", "/generate answered 500: boom", status=500),
+        "p1": ServerFault("http://s", "/generate answered 400: too long", status=400),
+        "p2": DeadlineExceeded("inference server http://s did not answer"),
+        "p3": ValueError("of the workflow"),
+    }
+    setting = Setting(script)
+    setting.executor.submit(tickets(prompts(4)), step=0, purpose="train")
+    results = await setting.results(4)
+    assert {i: r.server_fault for i, r in results.items()} == {"p0": True, "p1": False, "p2": True, "p3": False}
+    await setting.executor.close()
+
+
+async def test_what_is_cancelled_gives_no_result_wherever_it_is() -> None:
+    setting = Setting(max_concurrent=2)
+    setting.workflow.hold("p1", "p2")
+    setting.executor.submit(tickets(prompts(6)), step=0, purpose="train")  # p0 finishes, p1 and p2 run, p3 to p5 wait
+    async with asyncio.timeout(30):
+        while setting.executor.queued("train") != (3, 2, 1):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await setting.executor.cancel([0, 1, 4, 99], purpose="train")
+    setting.workflow.gates["p2"].set()
+    assert set(await setting.results(3)) == {"p2", "p3", "p5"}
+    assert await setting.executor.collect(1, wait_s=0.1, purpose="train") == []
+    assert len(setting.store) == 3 * 2 * 4  # nothing of p0 is left
     await setting.executor.close()
 
 
@@ -154,7 +192,7 @@ async def test_drops_are_counted_for_their_own_episode() -> None:
         return []
 
     setting = Setting({"p0": dropping, "p1": dropping_all})
-    setting.executor.submit(prompts(3), step=0, purpose="train")
+    setting.executor.submit(tickets(prompts(3)), step=0, purpose="train")
     results = await setting.results(3)
     assert (results["p0"].outcome, results["p0"].dropped) == ("group", {"reward timeout: slow": 2})
     assert (results["p1"].outcome, results["p1"].reason) == ("failed", "no member is left: 1 x generation aborted")
@@ -165,7 +203,7 @@ async def test_drops_are_counted_for_their_own_episode() -> None:
 
 async def test_a_users_mistake_ends_collection_in_one_line() -> None:
     setting = Setting({"p0": UserError("no chat template")})
-    setting.executor.submit(prompts(1), step=0, purpose="train")
+    setting.executor.submit(tickets(prompts(1)), step=0, purpose="train")
     for _ in range(2):
         with pytest.raises(UserError, match="no chat template"):
             await setting.executor.collect(1, wait_s=30, purpose="train")
@@ -174,7 +212,7 @@ async def test_a_users_mistake_ends_collection_in_one_line() -> None:
 
 async def test_twin_members_are_a_fault_of_the_workflow_and_leave_nothing_behind() -> None:
     setting = Setting({"p0": [trajectory(member=1), trajectory(member=1)]})
-    setting.executor.submit(prompts(1), step=0, purpose="train")
+    setting.executor.submit(tickets(prompts(1)), step=0, purpose="train")
     result = (await setting.results(1))["p0"]
     assert result.outcome == "failed" and "(member, turn): [(1, 0)]" in result.reason
     assert len(setting.store) == 0
@@ -184,7 +222,7 @@ async def test_twin_members_are_a_fault_of_the_workflow_and_leave_nothing_behind
 async def test_close_cancels_what_runs() -> None:
     setting = Setting()
     setting.workflow.hold("p0", "p1")
-    setting.executor.submit(prompts(2), step=0, purpose="train")
+    setting.executor.submit(tickets(prompts(2)), step=0, purpose="train")
     await asyncio.sleep(0.01)
     assert setting.workflow.at_once == 2
     await setting.executor.close()
@@ -195,7 +233,7 @@ async def test_thousands_of_groups_leave_nothing() -> None:
     setting = Setting(max_concurrent=32)
     seen: Counter[str] = Counter()
     for start in range(0, 2000, 100):
-        setting.executor.submit(prompts(100, start), step=0, purpose="train")
+        setting.executor.submit(tickets(prompts(100, start)), step=0, purpose="train")
         for result in (await setting.results(100)).values():
             assert result.group is not None
             seen[result.prompt.id] += 1

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollout_fakes import FakeEngine, prompts
+from rollout_fakes import FakeEngine, prompts, tickets
 from tiny_models import tiny_model, tiny_tokenizer
 
 from areal_mega.config.schema import Recipe
@@ -46,7 +46,10 @@ async def serving(the_recipe: Recipe) -> AsyncIterator[tuple[RolloutWorker, RpcC
     """A started worker and a client of it."""
     server = RpcServer("token", "rollout rank 0")
     address = await server.start("127.0.0.1")
-    worker, client = RolloutWorker(the_recipe, address=address), RpcClient(address, "token", "rollout rank 0")
+    worker, client = (
+        RolloutWorker(the_recipe, address=address, spill=Path(the_recipe.run.root) / "spill"),
+        RpcClient(address, "token", "rollout rank 0"),
+    )
     try:
         await worker.start()
         worker.register(server)
@@ -88,7 +91,7 @@ async def test_groups_cross_the_wire_and_are_released(tokenizer_folder: Path) ->
     async with serving(recipe(tokenizer_folder)) as (worker, client):
         engine = FakeEngine(version=3)
         worker.use(engine)
-        assert await client.call("submit", prompts=prompts(3), step=2, timeout_s=CALL_S) == 3
+        assert await client.call("submit", prompts=tickets(prompts(3)), step=2, timeout_s=CALL_S) == 3
         results = await collect(client, 3)
         assert {i: r.outcome for i, r in results.items()} == {"p0": "group", "p1": "group", "p2": "group"}
         group = results["p1"].group
@@ -102,7 +105,7 @@ async def test_groups_cross_the_wire_and_are_released(tokenizer_folder: Path) ->
         keys = [h.key for r in results.values() if r.group for s in r.group.samples for h in s.tensors.values()]
         assert await client.call("release", keys=keys, timeout_s=CALL_S) == before["nbytes"]
         status = await client.call("status", timeout_s=CALL_S)
-        assert (status["store"]["arrays"], status["store"]["nbytes"], status["store"]["full"]) == (0, 0, False)
+        assert status["store"] == {"arrays": 0, "nbytes": 0, "spilled": 0}
         assert status["counts"]["train/group"] == 3 and status["counts"]["train/tokens"] == 3 * 4 * 4
         assert sum(status["rewards"].values()) == 12
         with pytest.raises(RpcError, match="not in the store"):
@@ -113,7 +116,7 @@ async def test_evaluation_samples_by_its_own_settings(tokenizer_folder: Path) ->
     async with serving(recipe(tokenizer_folder)) as (worker, client):
         engine = FakeEngine()
         worker.use(engine)
-        await client.call("submit", prompts=prompts(2), step=0, purpose="eval", timeout_s=CALL_S)
+        await client.call("submit", prompts=tickets(prompts(2)), step=0, purpose="eval", timeout_s=CALL_S)
         results = await collect(client, 2, "eval")
         assert {(r.temperature, r.max_new_tokens) for r in engine.asked} == {(0.0, 6)}
         for result in results.values():
@@ -131,7 +134,7 @@ async def test_prompts_under_way_are_known(tokenizer_folder: Path) -> None:
 
     async with serving(recipe(tokenizer_folder, rollout={"max_concurrent_prompts": 1})) as (worker, client):
         worker.use(Stuck())
-        await client.call("submit", prompts=prompts(3), step=0, timeout_s=CALL_S)
+        await client.call("submit", prompts=tickets(prompts(3)), step=0, timeout_s=CALL_S)
         await asyncio.sleep(0.05)
         assert await client.call("under_way", timeout_s=CALL_S) == prompts(3)
         status = await client.call("status", timeout_s=CALL_S)
@@ -147,7 +150,7 @@ async def test_mistakes_of_the_user_reach_the_caller_as_such(tokenizer_folder: P
     chat = type(chat)(id="c", epoch=0, row={"id": "c", "messages": [{"role": "user", "content": "x"}], "answer": "1"})
     async with serving(recipe(tmp_path)) as (worker, client):
         worker.use(FakeEngine())
-        await client.call("submit", prompts=[chat], step=0, timeout_s=CALL_S)
+        await client.call("submit", prompts={0: chat}, step=0, timeout_s=CALL_S)
         with pytest.raises(UserError, match="no chat template"):
             await client.call("collect", max_groups=1, wait_s=CALL_S, timeout_s=CALL_S)
     for wrong in ({"reward": "areal_mega.rewards.nothing"}, {"workflow": {"path": "areal_mega.nothing.Workflow"}}):
@@ -214,8 +217,8 @@ async def test_groups_from_the_embedded_server(model_folder: Path) -> None:
     async with embedded_server(model_folder) as base_url, serving(the_recipe) as (_, client):
         capabilities = await client.call("connect", base_url=base_url, deadline_s=60.0, timeout_s=CALL_S)
         assert capabilities["weight_version"] == "5"
-        await client.call("submit", prompts=prompts(6), step=0, timeout_s=CALL_S)
-        await client.call("submit", prompts=prompts(2), step=0, purpose="eval", timeout_s=CALL_S)
+        await client.call("submit", prompts=tickets(prompts(6)), step=0, timeout_s=CALL_S)
+        await client.call("submit", prompts=tickets(prompts(2)), step=0, purpose="eval", timeout_s=CALL_S)
         results = await collect(client, 6)
         evaluated = await collect(client, 2, "eval")
 
@@ -253,7 +256,7 @@ async def test_tokens_keep_their_versions_over_an_update(model_folder: Path) -> 
         try:
             mixed: list[dict[str, np.ndarray]] = []
             for version in range(6, 26):  # the update may come before the first token or after the last one: then once more
-                await client.call("submit", prompts=prompts(2, start=10 * version), step=version, timeout_s=CALL_S)
+                await client.call("submit", prompts=tickets(prompts(2, start=10 * version)), step=version, timeout_s=CALL_S)
                 await asyncio.sleep(0.1)
                 await admin.pause("retract")
                 try:
@@ -287,7 +290,7 @@ async def test_the_same_seed_gives_the_same_group(model_folder: Path) -> None:
         for _ in range(2):
             async with serving(recipe(model_folder)) as (_, client):
                 await client.call("connect", base_url=base_url, deadline_s=60.0, timeout_s=CALL_S)
-                await client.call("submit", prompts=prompts(2), step=0, timeout_s=CALL_S)
+                await client.call("submit", prompts=tickets(prompts(2)), step=0, timeout_s=CALL_S)
                 results = await collect(client, 2)
                 found = [results[i].group for i in ("p0", "p1")]
                 groups.append([[a["input_ids"].tolist() for a in await fetch(client, g)] for g in found if g is not None])
