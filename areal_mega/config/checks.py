@@ -110,6 +110,15 @@ def _placement(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) ->
         yield f"launch.train_cpus and launch.rollout_cpus both name cores {both}: pinned roles must not share; remove them from one"
 
 
+def _slurm(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Iterator[str]:
+    section = r.launch.slurm
+    if (section.container == "none") != (section.image is None):
+        yield (
+            f"launch.slurm.container is {section.container} and launch.slurm.image is {section.image or 'not set'}: "
+            "a container needs an image, and an image a container; set both or neither"
+        )
+
+
 def _server(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Iterator[str]:
     if r.rollout.python is not None and rollout.engine == "embedded":
         yield (
@@ -208,4 +217,4 @@ def _schedules(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) ->
 
 
 Check = Callable[[Recipe, ParallelStrategy, ParallelStrategy], Iterator[str]]
-CHECKS: tuple[Check, ...] = (_model_and_kl, _placement, _server, _batch, _sampling, _schedules)
+CHECKS: tuple[Check, ...] = (_model_and_kl, _placement, _server, _batch, _sampling, _schedules, _slurm)

@@ -37,11 +37,12 @@ class SlurmLab:
     folder: everything of the lab goes there; short, for the paths of Unix sockets are bounded.
     """
 
-    def __init__(self, folder: Path, nodes: int = 4, cpus: int = 8, gpus: int = 4, memory_mb: int = 16000) -> None:
+    def __init__(self, folder: Path, nodes: int = 4, cpus: int = 64, gpus: int = 8, memory_mb: int = 1_000_000) -> None:
         self.folder, self.nodes = folder, [f"n{index}" for index in range(nodes)]
         self._cpus, self._gpus, self._memory_mb = cpus, gpus, memory_mb
         self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
         self._pids_file = folder / "pids.json"
+        self._children: list[subprocess.Popen[bytes]] = []
 
     def up(self) -> None:
         """Start everything; returns when all nodes are idle.
@@ -99,7 +100,7 @@ class SlurmLab:
         for name in ("slurmctld", "munged"):
             if (pid := self._pids().get(name)) is not None:
                 _kill(pid, signal.SIGKILL)
-        for process in getattr(self, "_children", []):
+        for process in self._children:
             process.wait(timeout=10)
         self._rewrite_hosts([])
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -184,13 +185,14 @@ class SlurmLab:
         kept = [line for line in _HOSTS.read_text().splitlines() if not line.endswith(_MARK)]
         _HOSTS.write_text("\n".join([*kept, *lines]) + "\n")  # in place: in a container it is a mount and cannot be renamed over
 
+    def _all_idle(self) -> bool:
+        return len(self._ask(["sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N"]).split()) == len(self.nodes)
+
     def _start(self, name: str, argv: Sequence[str]) -> None:
-        out = open(self.folder / f"{name}.out", "ab")
-        process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env={**os.environ, **self.env}
-        )
-        out.close()
-        self.__dict__.setdefault("_children", []).append(process)
+        env = {**os.environ, **self.env}
+        with open(self.folder / f"{name}.out", "ab") as out:
+            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=env)
+        self._children.append(process)
         self._pids_file.write_text(json.dumps(self._pids() | {name: process.pid}))
 
     def _pids(self) -> dict[str, int]:

@@ -106,10 +106,9 @@ def _script(
 
 
 def _command(slurm: SlurmSection, first: int, path: str, overrides: Sequence[str]) -> str:
-    words = ["areal-mega", "slurm", "task", path, *overrides]
-    if first:
-        words.append(f"--first-task={first}")
-    inner = shlex.join(words)
+    words = ["areal-mega", "slurm", "task", *([f"--first-task={first}"] if first else []), path, *overrides]
+    # What follows the script's name on sbatch's command line: more settings.
+    inner = shlex.join(words) + ' "$@"'
     extra = shlex.join(slurm.container_args)
     match slurm.container:
         case "none":
