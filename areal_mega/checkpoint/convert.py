@@ -202,6 +202,7 @@ def to_hf(
         raise UserError(f"{target} exists; remove it or choose another place")
     table, specs = source.table, source.manifest.arrays
     source.check_arrays(table)
+    prove_table(table, Ownership(table, RankLayout(parse("megatron:d1"))))
     wire = {p: torch.float32 if dtype is not None and p.fp32 else dtype or specs[array_name(p)].dtype for p in table.exported}
     plan = tuple(HFTensorSpec(tensor.name, tensor.shape, wire[param]) for param in table.exported for tensor in param.hf)
     with exclusive(target.aside):

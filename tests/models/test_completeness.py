@@ -13,6 +13,7 @@ from simulated_ranks import empty_shards, gather_all, layout_of, load_all, plain
 from tiny_models import tiny_config
 
 from areal_mega.core.errors import UserError
+from areal_mega.models import loading
 from areal_mega.models.family import Family
 from areal_mega.models.gather import HFGatherer
 from areal_mega.models.hf_io import HFSource
@@ -108,6 +109,16 @@ def test_a_model_that_differs_from_the_table_is_named(model: Path) -> None:
             load_hf_weights(named, source, family, hf, ranks, 0)
         with pytest.raises(TableMismatch, match=words):
             HFGatherer(named, family, hf, ranks, 0)
+
+
+def test_memory_that_nothing_fills_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the proofs overlook: shards, persistent buffers too, are NaN before the load and are looked at after it."""
+    fill, forgotten = loading.fill_shard, "mlp.router.expert_bias"
+    edit(model, **{f"model.layers.{layer}.mlp.gate.e_score_correction_bias": torch.zeros(8) for layer in range(2)})
+    monkeypatch.setattr(loading, "fill_shard", lambda t, shard, s: None if shard.param.role == forgotten else fill(t, shard, s))
+    hf, ranks, family = load_hf_config(str(model)), layout_of("megatron:d1"), WithExpertBias()
+    with HFSource(model) as source, pytest.raises(TableMismatch, match=r"layers\.0\.mlp\.router\.expert_bias is not finite after the load"):
+        load_hf_weights(empty_shards(family.table(hf), ranks, 0), source, family, hf, ranks, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from simulated_ranks import empty_shards, layout_of, plain_config
-from tiny_models import tiny_config
+from tiny_models import FAMILIES, SPARSE, tiny_config
 
 from areal_mega.models.ownership import layer_stages
 from areal_mega.models.registry import family_for
-from areal_mega.models.table import TRANSFORMER_ENGINE
+from areal_mega.models.table import LOCAL, TRANSFORMER_ENGINE
 from areal_mega.parallel.strategy import ParallelStrategy
 
 
@@ -58,6 +60,48 @@ def test_uneven_stages_are_those_of_megatron(pp: int, vpp: int, counts: tuple[in
             stages[offset : offset + held] = [stage] * held
             offset += held
     assert layer_stages(sum(counts), strategy) == tuple(stages)
+
+
+def fused_and_grouped(local: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The names that Transformer Engine's modules give to a model with these names, written here independently of the table."""
+    out = {}
+    for name, shape in local.items():
+        layer = name.rpartition(".layers.")[2].partition(".")[0]
+        prefix = f"decoder.layers.{layer}."
+        latent, sparse = f"{prefix}self_attention.linear_kv_up_proj.weight" in local, f"{prefix}mlp.router.weight" in local
+        fused = (
+            {
+                "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+                "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+            }
+            if latent
+            else {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight"}
+        )
+        if not sparse:
+            fused["pre_mlp_layernorm.weight"] = "mlp.linear_fc1.layer_norm_weight"
+        role = name.removeprefix(prefix)
+        if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)", role):
+            role = f"mlp.experts.{expert[2]}{expert[1]}"
+        out[prefix + fused.get(role, role) if role != name else name] = shape
+    return out
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *SPARSE])
+def test_transformer_engine_names_and_shapes_of_every_family(name: str) -> None:
+    hf = plain_config(tiny_config(name, num_hidden_layers=3))
+    family = family_for(hf)
+    table = family.table(hf)
+    layout = layout_of("megatron:d2t2p2[2,1]e2" if table.num_experts else "megatron:t2p2[2,1]")
+    differing = 0
+    for rank in range(layout.world_size):
+        local, engine = (
+            {n: tuple(tensor.shape) for n, tensor in empty_shards(table, layout, rank, naming=naming).items()}
+            for naming in (LOCAL, TRANSFORMER_ENGINE)
+        )
+        assert engine == fused_and_grouped(local)
+        assert len(engine) == len(local), "no two parameters share a name"
+        differing += len(engine.keys() - local.keys())
+    assert differing
 
 
 def test_transformer_engine_names_and_shapes() -> None:
