@@ -247,6 +247,9 @@ class LaunchSection(Section):
         1800.0, "Longest single call to a worker (one train step of one rank), and longest time without any finished episode", "s"
     )
     shutdown_timeout_s: PositiveFloat = leaf(20.0, "Processes that ignore SIGTERM are killed after", "s")
+    server_restarts: NonNegativeInt = leaf(
+        2, "Dead inference servers are started again so often, all together; 0: a death ends the run", "restarts"
+    )
     threads: PositiveInt = leaf(1, "OMP_NUM_THREADS of every process on a CPU")
     train_cpus: list[int] = leaf([], "Pin train ranks to these cores (benchmarks); empty: not pinned")
     rollout_cpus: list[int] = leaf([], "Pin rollout workers and servers to these cores; empty: not pinned")

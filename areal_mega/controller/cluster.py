@@ -16,6 +16,7 @@ from areal_mega.controller.calls import gather_all
 from areal_mega.controller.capabilities import check_context, describe, warnings
 from areal_mega.controller.rollout import RolloutController
 from areal_mega.controller.run import Run
+from areal_mega.controller.servers import ServerKeeper, server_specs
 from areal_mega.controller.sync import WeightSync
 from areal_mega.controller.train import TrainController
 from areal_mega.core.errors import UserError
@@ -83,9 +84,9 @@ class Cluster:
             stack.push_async_callback(launcher.close)
             urls, specs = await self._specs(run_dir)
             await launcher.launch(specs)
-            run = await launcher.supervise(self._connect(stack, run_dir, urls, stream, valid, observer))
+            run = await launcher.supervise(self._connect(stack, run_dir, urls, specs, stream, valid, observer))
             observer.note(f"{len(specs)} processes ready after {time.perf_counter() - clock:.0f} s; logs: {run_dir.path / 'logs'}")
-            self._listener = asyncio.create_task(run.rollout.listen())
+            self._listener = asyncio.create_task(_for_ever(run.rollout.listen(), run.servers.watch()))
             stack.push_async_callback(_end, self._listener)
             yield run
 
@@ -138,6 +139,7 @@ class Cluster:
         stack: AsyncExitStack,
         run_dir: RunDir,
         urls: Sequence[str],
+        specs: Sequence[ProcessSpec],
         stream: PromptStream,
         valid: Sequence[Prompt],
         observer: Observer,
@@ -184,12 +186,23 @@ class Cluster:
             host=self.machines.host(("train", 0)),
             folder=run_dir.path / "weights",
         )
+        keeper = ServerKeeper(
+            self._launcher,
+            server_specs(specs),
+            servers,
+            [clients[key] for key in rollout_keys],
+            sync,
+            restarts=recipe.launch.server_restarts,
+            deadline_s=deadline_s,
+            say=observer.note,
+        )
         return Run(
             recipe,
             self._algorithm,
             train=train,
             rollout=rollout,
             sync=sync,
+            servers=keeper,
             observer=observer,
             valid=valid,
             cost=cost_model(self._hf_config),
@@ -236,6 +249,10 @@ def _make_model(recipe: Recipe, run_dir: RunDir) -> None:
     from areal_mega.models.random_init import make_random_model
 
     make_random_model(recipe.model.path, run_dir.model_path(recipe), recipe.run.seed)
+
+
+async def _for_ever(*works: Coroutine[Any, Any, None]) -> None:
+    await gather_all(works)
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
 from areal_mega.controller.batch import StepBatch, batch_metrics, bias_metrics, mean_reward, plan_step, score_metrics
 from areal_mega.controller.rollout import ReadyBatch, RolloutController, RolloutFailed
+from areal_mega.controller.servers import ServerKeeper
 from areal_mega.controller.sync import WeightSync
 from areal_mega.controller.train import TrainController
 from areal_mega.core import metrics as m
@@ -43,15 +46,18 @@ class Run:
         train: TrainController,
         rollout: RolloutController,
         sync: WeightSync,
+        servers: ServerKeeper,
         observer: Observer,
         valid: Sequence[Prompt],
         cost: CostModel,
         run_dir: Path,
     ) -> None:
         self.recipe, self.algorithm = recipe, algorithm
-        self.train, self.rollout, self.sync, self.observer = train, rollout, sync, observer
+        self.train, self.rollout, self.sync, self.servers, self.observer = train, rollout, sync, servers, observer
         self._valid, self._cost, self._run_dir = valid, cost, run_dir
         self.version = 0
+        self._steps_unsent = 0
+        """Steps that the servers' weights are behind the trainer's."""
         self.first_eval: float | None = None
         self.last_eval: float | None = None
         self.export_path: Path | None = None
@@ -65,17 +71,17 @@ class Run:
         """Supervised warm-up, the first weight sync (version 0), and the evaluation before the first step (logged as step 0)."""
         await self._warm_up()
         await self.sync.connect()
-        self._metrics.append(await self.sync.push(self.version))
+        await self._push()
         await self.rollout.set_version(self.version, step=0)
         if self.recipe.eval.at_start:
-            await self._evaluate()
+            await self._through_restarts(self._evaluate(), 0)
             self.first_eval = self.last_eval
         self._log(0)
 
     async def rollout_batch(self, step: int) -> ReadyBatch:
         """Wait for the groups of one train step."""
         clock = time.perf_counter()
-        ready = await self.rollout.next_batch(self.recipe.train.batch_size)
+        ready = await self._through_restarts(self.rollout.next_batch(self.recipe.train.batch_size), step)
         self._metrics.append({"time/wait_rollout": m.total(time.perf_counter() - clock)})
         self._histograms = {
             "staleness/age": ready.ages,
@@ -94,6 +100,7 @@ class Run:
                 "staleness.max_staleness or rollout.max_new_tokens, or set algorithm.mask_truncated to false"
             )
         self._metrics.append(await self.train.step(batch, step=step, version=self.version))
+        self._steps_unsent += 1
         await self.rollout.release(ready.taken)
         self._metrics.append(
             {"staleness/dropped_samples": m.total(ready.dropped_samples), "staleness/refilled_prompts": m.total(ready.refilled)}
@@ -106,7 +113,7 @@ class Run:
         if (step + 1) % every and not last:
             return
         self.version += 1
-        self._metrics.append(await self.sync.push(self.version))
+        await self._push()
         await self.rollout.set_version(self.version, step=step + 1)
 
     async def finish_step(self, step: int) -> None:
@@ -114,7 +121,7 @@ class Run:
         done, last = step + 1, step + 1 == self.recipe.run.steps
         every = self.recipe.eval.every_steps
         if last or (every and done % every == 0):
-            await self._evaluate()
+            await self._through_restarts(self._evaluate(), done)
         section = self.recipe.checkpoint
         if (last and section.export_at_end) or (section.export_every_steps and done % section.export_every_steps == 0):
             await self._export("final" if last else f"step-{done}")
@@ -134,6 +141,42 @@ class Run:
             multiple_of=strategy.microbatch_multiple,
             sequence_multiple=strategy.sequence_multiple,
         )
+
+    async def _push(self) -> None:
+        """Weights to every server, those included that were started again and have none yet."""
+        if not self.sync.members:
+            await self.servers.revived()  # or the keeper gives the last one up, which ends the run
+        new = self.servers.admit()
+        with self.servers.steady():
+            self._metrics.append(await self.sync.push(self.version))
+        self._steps_unsent = 0
+        await self.servers.resume(new, self.version)
+
+    async def _catch_up(self, step: int) -> None:
+        """Weights to servers that were started again, at a moment when the trainer is idle.
+
+        Where it has trained since the last sync (``sync.every_steps``), what it holds is a version of its own.
+        """
+        if self._steps_unsent:
+            self.version += 1
+        await self._push()
+        await self.rollout.set_version(self.version, step=step)
+
+    async def _through_restarts[T](self, work: Coroutine[Any, Any, T], step: int) -> T:
+        """Await ``work``, which leaves the trainer idle; a server that comes back meanwhile gets its weights."""
+        task = asyncio.ensure_future(work)
+        revived = asyncio.ensure_future(self.servers.revived())
+        try:
+            while True:
+                await asyncio.wait({task, revived}, return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    return task.result()
+                await self._catch_up(step)
+                revived = asyncio.ensure_future(self.servers.revived())
+        finally:
+            for each in (task, revived):
+                each.cancel()
+            await asyncio.gather(task, revived, return_exceptions=True)
 
     async def _warm_up(self) -> None:
         section = self.recipe.warmup

@@ -64,49 +64,81 @@ class WeightSync:
         self._train, self._servers, self._capabilities, self._recipe = train, servers, capabilities, recipe
         self._section = recipe.sync
         self._replica_size, self._backend, self._host, self._folder = replica_size, backend, host, folder
+        self._members = list(range(len(servers)))
         self._buckets: list[dict[str, Any]] = []
         self._group = ""
+        self._joined: list[int] = []
+        """Members of the group, except who has died since."""
+        self._changed = False
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of the servers that take part."""
+        return tuple(self._members)
+
+    def lose(self, rank: int) -> None:
+        """A server is gone. The group is formed anew, without it, before the next push."""
+        self._members = [member for member in self._members if member != rank]
+        self._joined = [member for member in self._joined if member != rank]
+        self._changed = True
+
+    def admit(self, rank: int) -> None:
+        """A server that is healthy takes part from the next push on; the group is formed anew before."""
+        self._members = sorted({*self._members, rank})
+        self._changed = True
 
     async def connect(self) -> None:
-        """Plan the buckets, and form the group: rank 0 the first train rank, then every server's ranks in order.
+        """Plan the buckets, and form the group.
 
         Raises:
             DeadlineExceeded: names who did not join.
         """
         self._buckets = (await self._train.call("sync_plan"))[0]
+        await self._form_group()
+
+    async def _form_group(self) -> None:
+        """One group per membership, under a name of its own: rank 0 the first train rank, then every server's ranks in order."""
         if self._section.transport == "disk":
             return
+        if self._group:
+            leaving = self._train.calls("sync_leave")
+            leaving |= {f"server rank {rank}": self._servers[rank].destroy_group(self._group) for rank in self._joined}
+            await self._all(leaving, "leaving the weight-sync group")
         self._group = f"weights-{secrets.token_hex(4)}"
         host = self._host
         port = (await self._train.call("sync_host", address=host))[0]
-        world_size = 1 + len(self._servers) * self._replica_size
+        world_size = 1 + len(self._members) * self._replica_size
         joins = self._train.calls("sync_join", address=host, port=port, world_size=world_size, name=self._group)
-        for rank, server in enumerate(self._servers):
-            joins[f"server rank {rank}"] = server.init_group(
+        for place, rank in enumerate(self._members):
+            joins[f"server rank {rank}"] = self._servers[rank].init_group(
                 master_address=host,
                 master_port=port,
-                rank_offset=1 + rank * self._replica_size,
+                rank_offset=1 + place * self._replica_size,
                 world_size=world_size,
                 group_name=self._group,
                 backend=self._backend,
             )
         await self._all(joins, "forming the weight-sync group")
+        self._joined, self._changed = list(self._members), False
 
     async def push(self, version: int) -> Metrics:
-        """Give every server the trainer's weights as ``version``.
+        """Give every server that takes part the trainer's weights as ``version``.
 
         Raises:
             SyncMismatch: a server reports another version or digest than the sender's.
             DeadlineExceeded: names who did not finish in time.
         """
+        assert self._members, "nobody to send to"
         clock = time.perf_counter()
+        if self._changed:
+            await self._form_group()
         async with self._paused():
             report = await (self._over_disk(version) if self._section.transport == "disk" else self._over_group(version))
             sent = time.perf_counter()
             await self._verify(version, report["digest"])
             verified = time.perf_counter()
         end = time.perf_counter()
-        log.info("version %d, digest %s: %d servers hold it after %.2f s", version, report["digest"], len(self._servers), end - clock)
+        log.info("version %d, digest %s: %d servers hold it after %.2f s", version, report["digest"], len(self._members), end - clock)
         return {
             "sync/version": m.last(version),
             "sync/bytes": m.total(report["nbytes"]),
@@ -135,7 +167,7 @@ class WeightSync:
         try:
             await self._each("beginning the update", "begin_update")
             jobs = self._train.calls("sync_broadcast", version=version)
-            for rank, server in enumerate(self._servers):
+            for rank, server in self._present():
                 jobs[f"server rank {rank}"] = self._receive(server, version)
             answers = await self._all(jobs, "sending weights")
             done = True
@@ -166,19 +198,19 @@ class WeightSync:
         return _sent(answers)
 
     async def _verify(self, version: int, digest: str) -> None:
-        able = self._capabilities
-        jobs = {f"server rank {rank}": self._held(server, able[rank]) for rank, server in enumerate(self._servers)}
+        able = {rank: self._capabilities[rank] for rank in self._members}
+        jobs = {f"server rank {rank}": self._held(server, able[rank]) for rank, server in self._present()}
         for who, (held, reported) in (await self._all(jobs, "verifying weights")).items():
             if held is not None and held != digest:
                 raise SyncMismatch(f"{who} holds weights of digest {held}, the trainer sent {digest}")
             if reported != version:
                 raise SyncMismatch(f"{who} reports weight version {reported} after a sync of version {version}")
-        if len(able) > 1 and all(each.checksums and not each.hf_digests for each in able):
+        if len(able) > 1 and all(each.checksums and not each.hf_digests for each in able.values()):
             await self._compare()
 
     async def _compare(self) -> None:
         """Servers without digests by HuggingFace name can still be held against each other, by checksums of their own."""
-        jobs = {f"server rank {rank}": server.checksums() for rank, server in enumerate(self._servers)}
+        jobs = {f"server rank {rank}": server.checksums() for rank, server in self._present()}
         (first, expected), *others = (await self._all(jobs, "comparing weights")).items()
         for who, found in others:
             if unlike := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
@@ -191,9 +223,12 @@ class WeightSync:
             return held.combined, held.weight_version
         return None, await server.weight_version()
 
+    def _present(self) -> list[tuple[int, InferenceServer]]:
+        return [(rank, self._servers[rank]) for rank in self._members]
+
     async def _each(self, doing: str, method: str, *args: Any) -> None:
         """The same call to every server."""
-        await self._all({f"server rank {rank}": getattr(server, method)(*args) for rank, server in enumerate(self._servers)}, doing)
+        await self._all({f"server rank {rank}": getattr(server, method)(*args) for rank, server in self._present()}, doing)
 
     async def _release(self, doing: str, method: str, *, failed: bool) -> None:
         """The same call to every server, whatever becomes of the others.
@@ -202,8 +237,8 @@ class WeightSync:
             failed: the sync has failed already: its own error is the one to raise, and what goes wrong here is only logged.
         """
         limit = min(self._section.timeout_s, _RELEASE_S) if failed else self._section.timeout_s
-        jobs = [asyncio.wait_for(getattr(server, method)(), limit) for server in self._servers]
-        for rank, error in enumerate(await asyncio.gather(*jobs, return_exceptions=True)):
+        jobs = [asyncio.wait_for(getattr(server, method)(), limit) for _, server in self._present()]
+        for rank, error in zip(self._members, await asyncio.gather(*jobs, return_exceptions=True), strict=True):
             if not isinstance(error, BaseException):
                 continue
             if not failed:
@@ -238,7 +273,7 @@ class WeightSync:
     async def _silent(self, names: Sequence[str]) -> list[str]:
         """Those of ``names`` that do not answer a health check."""
         checks = self._train.calls("health", timeout_s=_HEALTH_S)
-        checks |= {f"server rank {rank}": server.weight_version() for rank, server in enumerate(self._servers)}
+        checks |= {f"server rank {rank}": server.weight_version() for rank, server in self._present()}
         answers = await asyncio.gather(*(asyncio.wait_for(check, _HEALTH_S) for check in checks.values()), return_exceptions=True)
         return [who for who, answer in zip(checks, answers, strict=True) if who in names and isinstance(answer, BaseException)]
 

@@ -69,6 +69,9 @@ class LocalLauncher:
         self._deaths: list[tuple[Key, int]] = []
         """Unexpected ends, first one first."""
         self._reported = 0
+        self._revivable: frozenset[Key] = frozenset()
+        self._told: set[int] = set()
+        """Which of the deaths ``losses`` has told of."""
         self._expected: set[Key] = set()
         self._stopping = False
         self._guard: subprocess.Popen[bytes] | None = None
@@ -117,6 +120,18 @@ class LocalLauncher:
     def expect_exit(self, keys: Iterable[Key]) -> None:
         """From now on these may end by themselves."""
         self._expected.update(keys)
+
+    def survive(self, keys: Iterable[Key]) -> None:
+        """From now on the unexpected end of these (alone) does not end the run: ``losses`` tells of it."""
+        self._revivable = frozenset(keys)
+
+    def losses(self) -> list[tuple[Key, Exception]]:
+        """Whom of those the run survives it has lost since the last call, and what ``watch`` would have raised."""
+        self._collect(0.0)
+        found = [(number, key, code) for number, (key, code) in enumerate(self._deaths) if key in self._revivable]
+        new = [(key, self._death(key, code)) for number, key, code in found if number not in self._told]
+        self._told.update(number for number, _, _ in found)
+        return new
 
     def new_deaths(self) -> list[tuple[Key, int]]:
         """Unexpected ends since the last call, with exit codes as ``exit_code``."""
@@ -251,8 +266,9 @@ class LocalLauncher:
 
     def _raise_death(self) -> None:
         self._collect(0.0)
-        for key, code in self._deaths:
-            if key not in self._expected and not self._stopping:
+        for number, (key, code) in enumerate(self._deaths):
+            survived = key in self._revivable or number in self._told
+            if key not in self._expected and not survived and not self._stopping:
                 raise self._death(key, code)
 
     def _death(self, key: Key, code: int) -> Exception:

@@ -38,6 +38,12 @@ class Launcher(Protocol):
     def expect_exit(self, keys: Iterable[Key]) -> None:
         """From now on these may end by themselves."""
 
+    def survive(self, keys: Iterable[Key]) -> None:
+        """From now on the unexpected end of these (alone) does not end the run: ``losses`` tells of it."""
+
+    def losses(self) -> list[tuple[Key, Exception]]:
+        """Whom of those the run survives it has lost since the last call, and the error that it would have been. Does not wait."""
+
     async def close(self) -> None:
         """End everything."""
 

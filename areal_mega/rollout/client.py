@@ -144,9 +144,9 @@ class InferenceClient:
         return self._sessions_known
 
     async def _has_route(self, path: str) -> bool:
-        """A GET on a route that takes POST is 405 where it exists and 404 where not: asks without doing anything."""
+        """OPTIONS is 405 where a route exists and 404 where not: asks without doing anything."""
         try:
-            await self._transport.request("GET", path, plain=True)
+            await self._transport.request("OPTIONS", path, plain=True)
         except ServerFault as fault:
             if fault.status not in (404, 405):
                 raise

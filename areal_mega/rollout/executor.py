@@ -70,6 +70,7 @@ class Executor:
         self._wake = asyncio.Event()
         self._starter: asyncio.Task[None] | None = None
         self._fatal: BaseException | None = None
+        self._suspended = False
         self.counts: Counter[str] = Counter()
         """Since start: outcomes (``train/group``, …), tokens (``train/tokens``: generated), dropped members by kind."""
 
@@ -113,6 +114,24 @@ class Executor:
         if tasks:  # a workflow may take its time to end, or swallow its cancellation: nobody waits for it longer than this
             await asyncio.wait(tasks, timeout=_CANCEL_S)
 
+    async def suspend(self) -> None:
+        """The engine is gone: end what runs and put it back to the head of what waits, in its order. Nothing starts until ``resume``."""
+        self._suspended = True
+        running = list(self._running.items())
+        for task, _ in running:
+            task.cancel()
+        if running:
+            await asyncio.wait([task for task, _ in running], timeout=_CANCEL_S)
+        # One that could not be cancelled has finished, or will, with a result of its own.
+        for task, episode in reversed(running):
+            if task.cancelled():
+                self._waiting[episode.purpose].appendleft(episode)
+
+    def resume(self) -> None:
+        """The engine is back."""
+        self._suspended = False
+        self._wake.set()
+
     def under_way(self, purpose: Purpose) -> list[Prompt]:
         """Prompts submitted and not finished: running ones first."""
         return [e.prompt for e in self._running.values() if e.purpose == purpose] + [e.prompt for e in self._waiting[purpose]]
@@ -140,7 +159,7 @@ class Executor:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while len(self._running) < self._max_concurrent and (episode := self._next()) is not None:
+            while not self._suspended and len(self._running) < self._max_concurrent and (episode := self._next()) is not None:
                 task = asyncio.create_task(self._episode(episode))
                 self._running[task] = episode
                 task.add_done_callback(self._ended)

@@ -30,10 +30,13 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class ServerFault(RuntimeError):
-    """An inference server failed or answered nonsense. ``status`` is the HTTP status, 0 where there was no answer or a bad one."""
+    """An inference server failed or answered nonsense. ``status`` is the HTTP status, 0 where there was no answer or a bad one.
 
-    def __init__(self, base_url: str, what: str, *, status: int = 0) -> None:
-        self.base_url, self.status = base_url, status
+    ``is_unreachable``: there was no connection, or it broke.
+    """
+
+    def __init__(self, base_url: str, what: str, *, status: int = 0, is_unreachable: bool = False) -> None:
+        self.base_url, self.status, self.is_unreachable = base_url, status, is_unreachable
         super().__init__(f"inference server {base_url}: {what}")
 
     @property

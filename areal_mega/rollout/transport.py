@@ -61,7 +61,8 @@ class Transport:
         except TimeoutError as error:
             raise DeadlineExceeded(f"inference server {self.base_url} did not answer {path} within {limit:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerFault(self.base_url, f"{path}: connection failed: {error or type(error).__name__}") from error
+            what = f"{path}: connection failed: {error or type(error).__name__}"
+            raise ServerFault(self.base_url, what, is_unreachable=True) from error
         if status == 404 and fallback:
             return await self.request(method, fallback, body, timeout_s=timeout_s, plain=plain)
         if status != 200:

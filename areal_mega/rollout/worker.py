@@ -19,12 +19,13 @@ from areal_mega.rollout.engines import client_for
 from areal_mega.rollout.executor import Executor
 from areal_mega.rollout.inference import InferenceServer
 from areal_mega.rollout.load import load_workflow
+from areal_mega.rollout.patient import Patient
 from areal_mega.rollout.results import PURPOSES, EpisodeResult, Purpose
 from areal_mega.rollout.store import TrajectoryStore
 from areal_mega.rollout.workflow import GenerationEngine, GenerationSettings, Workflow, WorkflowContext
 from areal_mega.rpc.server import RpcServer
 
-METHODS = ("connect", "submit", "cancel", "collect", "fetch", "release", "under_way", "status")
+METHODS = ("connect", "submit", "cancel", "collect", "fetch", "release", "under_way", "status", "suspend", "resume")
 
 
 class RolloutWorker:
@@ -73,8 +74,23 @@ class RolloutWorker:
         self._client = client_for(engine, base_url, timeout_s=rollout.request_timeout_s, retries=rollout.request_retries)
         await self._client.wait_healthy(deadline_s)
         capabilities = await self._client.probe()
-        self.use(self._client)
+        self.use(Patient(self._client))
         return asdict(capabilities)
+
+    async def suspend(self) -> None:
+        """The server is gone and is started again: what ran on it waits for ``resume``, nothing of it is lost or reported as failed."""
+        await self._running.suspend()
+
+    async def resume(self, deadline_s: float) -> None:
+        """The server is back, with the current weights.
+
+        Raises:
+            DeadlineExceeded: it is not healthy after ``deadline_s`` seconds.
+        """
+        assert self._client is not None, "connect the worker first"
+        await self._client.wait_healthy(deadline_s)
+        await self._client.probe()
+        self._running.resume()
 
     def use(self, engine: GenerationEngine) -> None:
         """Generate with ``engine`` from now on (what ``connect`` does with its client)."""

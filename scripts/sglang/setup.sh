@@ -9,27 +9,11 @@ made_from() {
     cat "$here"/requirements.txt "$here"/requirements-nodeps.txt "$here"/areal_mega_cpu_stand_ins.py "$here"/setup.sh | sha256sum | cut -d' ' -f1
 }
 
-find_python() {
-    local candidate
-    for candidate in "$(command -v python3.11 || true)" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11*/bin/python3.11; do
-        # A shim of pyenv exists even where no such version is selected.
-        if [[ -n "$candidate" ]] && "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
-            echo "$candidate"
-            return
-        fi
-    done
-    local uv
-    uv="$(bash "$here/../uv.sh")"
-    echo "sglang: no Python 3.11 here; uv fetches one for itself" >&2
-    "$uv" python install --quiet 3.11 >&2
-    "$uv" python find 3.11
-}
-
 if [[ -x "$env/bin/python" && -f "$stamp" && "$(cat "$stamp")" == "$(made_from)" ]]; then
     exit 0
 fi
 echo "sglang: making $env (2.8 GB, some minutes)" >&2
-"$(find_python)" -m venv --clear "$env"
+"$(bash "$here/../python311.sh")" -m venv --clear "$env"
 # pip, not uv: it takes the CPU build of torch where the machine offers one.
 "$env/bin/python" -m pip install --quiet --disable-pip-version-check -r "$here/requirements.txt" 2> >(grep -v 'is ignored: it is neither' >&2)
 "$env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$here/requirements-nodeps.txt" \

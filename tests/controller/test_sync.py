@@ -110,6 +110,9 @@ class FakeServer(Peer):
         assert self.version is not None
         return ServerDigest(weight_version=self.version, combined=self.digest)
 
+    async def destroy_group(self, group_name: str) -> None:
+        await self.do("destroy_group", group_name=group_name)
+
     async def checksums(self) -> dict[str, str]:
         await self.do("checksums")
         return {"0/qkv": self.digest, "0/norm": "same"}
@@ -306,6 +309,32 @@ async def test_the_deadline_names_who_is_missing_and_who_is_silent(tmp_path: Pat
         "server rank 1 did not answer a health check either"
     )
     assert not cast.servers[0].paused and not cast.servers[1].paused
+
+
+async def test_a_lost_server_is_left_out_and_let_in_again(tmp_path: Path) -> None:
+    """Every membership has a group of its own, under a name of its own."""
+    cast = Cast(tmp_path, replica_size=2)
+    await cast.push(1)
+    cast.servers[0].version = None  # another process, with no weights of the trainer's
+    cast.sync.lose(0)
+    cast.events.clear()
+    await cast.sync.push(2)
+    assert cast.of("server rank 0") == [] and cast.servers[1].version == 2 and cast.sync.members == (1,)
+    assert cast.of("server rank 1")[:2] == ["destroy_group", "init_group"] and "sync_leave" in cast.of("train rank 0")
+    [*_, join] = cast.servers[1].arguments["init_group"]
+    assert (join["rank_offset"], join["world_size"]) == (1, 3)
+    cast.sync.admit(0)
+    cast.events.clear()
+    await cast.sync.push(2)
+    assert [server.version for server in cast.servers] == [2, 2]
+    assert "destroy_group" not in cast.of("server rank 0"), "it was never in the group before"
+    joins = [server.arguments["init_group"][-1] for server in cast.servers]
+    assert [(join["rank_offset"], join["world_size"]) for join in joins] == [(1, 5), (3, 5)]
+    names = [join["group_name"] for join in cast.servers[1].arguments["init_group"]]
+    assert len(set(names)) == 3 and names[-1] == joins[0]["group_name"]
+    cast.events.clear()
+    await cast.sync.push(3)
+    assert "init_group" not in cast.of("server rank 1"), "the same membership keeps its group"
 
 
 async def test_replicas_without_digests_are_held_against_each_other(tmp_path: Path) -> None:

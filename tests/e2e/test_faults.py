@@ -16,7 +16,7 @@ from programs import Running, started, train, write_recipe
 from areal_mega import Trainer
 from areal_mega.core.errors import UserError
 
-ENDLESS: dict[str, Any] = {"run": {"steps": 1_000_000}, "eval": {"at_start": False}}
+ENDLESS: dict[str, Any] = {"run": {"steps": 1_000_000}, "eval": {"at_start": False}, "launch": {"server_restarts": 0}}
 
 
 @pytest.fixture

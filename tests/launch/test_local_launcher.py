@@ -71,6 +71,29 @@ async def test_a_death_names_role_rank_cause_log_and_last_lines(launcher: LocalL
     assert caught.value.rank == 3 and caught.value.cause == cause
 
 
+async def test_a_loss_that_is_survived_is_told_once_and_its_process_may_start_again(launcher: LocalLauncher) -> None:
+    key = ("server", 1)
+    launcher.survive([key])
+    watching = asyncio.create_task(launcher.watch())
+    for number in (1, 2):
+        launcher.start([spec(f"import sys; sys.exit('words {number}')", *key)])
+        losses: list[tuple[tuple[str, int], Exception]] = []
+        async with asyncio.timeout(60):
+            while not losses:
+                losses = launcher.losses()
+                await asyncio.sleep(0.02)
+        [(lost, death)] = losses
+        assert lost == key and isinstance(death, WorkerDied) and death.last_lines.endswith(f"words {number}")
+        assert launcher.losses() == [] and not watching.done()
+    launcher.survive([])
+    await asyncio.sleep(0.2)
+    assert not watching.done(), "what was told of is over"
+    launcher.start([spec("import sys; sys.exit('last words')", *key)])
+    with pytest.raises(WorkerDied, match="server rank 1 died"):
+        await asyncio.wait_for(watching, 60)
+    assert launcher.losses() == []
+
+
 async def test_only_the_end_of_a_long_log_is_shown(launcher: LocalLauncher) -> None:
     launcher.start([spec("import sys\nfor i in range(100000): print('line', i)\nsys.stdout.buffer.write(b'\\xff end'); sys.exit(1)")])
     with pytest.raises(WorkerDied) as caught:

@@ -161,7 +161,9 @@ def _timeless(value: Any) -> Any:
         return {key: value[key] for key in kept if key in value}
     if isinstance(value, dict):
         return {key: _timeless(v) for key, v in value.items() if not key.endswith(_TIMES) and key != "model_path"}
-    return [_timeless(v) for v in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_timeless(v) for v in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(tempfile.gettempdir()) else value
 
 
 SGLANG = Form(DATA, comparable, _timeless)

@@ -181,6 +181,25 @@ async def test_what_is_cancelled_gives_no_result_wherever_it_is() -> None:
     await setting.executor.close()
 
 
+async def test_what_is_suspended_begins_again_in_its_order() -> None:
+    setting = Setting(max_concurrent=2)
+    setting.workflow.hold("p1", "p2")
+    setting.executor.submit(tickets(prompts(5)), step=0, purpose="train")  # p0 finishes, p1 and p2 run, p3 and p4 wait
+    async with asyncio.timeout(30):
+        while setting.executor.queued("train") != (2, 2, 1):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await setting.executor.suspend()
+    assert setting.executor.queued("train") == (4, 0, 1)
+    setting.workflow.gates.clear()
+    await asyncio.sleep(0.05)
+    assert setting.executor.queued("train") == (4, 0, 1), "nothing starts without a server"
+    setting.executor.resume()
+    results = await setting.results(5)
+    assert {result.outcome for result in results.values()} == {"group"}
+    assert setting.workflow.started == ["p0", "p1", "p2", "p1", "p2", "p3", "p4"]
+    await setting.executor.close()
+
+
 async def test_drops_are_counted_for_their_own_episode() -> None:
     def dropping(ctx: Any) -> Any:
         ctx.drop("reward timeout: slow")

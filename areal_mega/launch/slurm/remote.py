@@ -122,6 +122,8 @@ class RemoteLauncher:
     def __init__(self, run_dir: RunDir, tasks: Tasks, *, startup_timeout_s: float) -> None:
         self._run_dir, self._tasks, self._startup_timeout_s = run_dir, tasks, startup_timeout_s
         self._expected: set[Key] = set()
+        self._revivable: frozenset[Key] = frozenset()
+        self._losses: list[tuple[Key, Exception]] = []
         self._failure: asyncio.Future[NoReturn] | None = None
         self._stack = AsyncExitStack()
         self._limit = asyncio.Event()
@@ -163,6 +165,15 @@ class RemoteLauncher:
     def expect_exit(self, keys: Iterable[Key]) -> None:
         """From now on these may end by themselves."""
         self._expected.update(keys)
+
+    def survive(self, keys: Iterable[Key]) -> None:
+        """As ``LocalLauncher.survive``."""
+        self._revivable = frozenset(keys)
+
+    def losses(self) -> list[tuple[Key, Exception]]:
+        """As ``LocalLauncher.losses``."""
+        found, self._losses = self._losses, []
+        return found
 
     async def wait_ready(self, keys: Iterable[Key]) -> dict[Key, dict[str, Any]]:
         """As ``LocalLauncher.wait_ready``."""
@@ -230,7 +241,11 @@ class RemoteLauncher:
                     self._fail(UserError(f"{key[0]} rank {key[1]}: {event['user_error']}"))
                     return
                 path = self._run_dir.log_path(*key)
-                self._fail(WorkerDied(role=key[0], rank=key[1], cause=event["cause"], log=str(path), last_lines=tail(path)))
+                death = WorkerDied(role=key[0], rank=key[1], cause=event["cause"], log=str(path), last_lines=tail(path))
+                if key in self._revivable:
+                    self._losses.append((key, death))
+                else:
+                    self._fail(death)
             case "leaving":
                 self._fail(RunFailed(f"{event['why']}: {self._tasks.plan.describe(task)}"))
             case "limit":
