@@ -32,7 +32,7 @@ class RunSection(Section):
     root: str = leaf("runs", "Directory that holds run directories; on a cluster, a shared file system")
     seed: NonNegativeInt = leaf(1, "Seeds weights made at random, prompt order, and every sample (hashed with prompt, epoch, member)")
     steps: PositiveInt = leaf(help="Train steps after warm-up", unit="steps")
-    overlap: bool = leaf(True, "Generate the next batches while training (the overlapped loop); false runs the plain loop")
+    overlap: bool = leaf(True, "Generate while training, and gather weights while others travel (the overlapped loops); false runs the plain ones")
     overwrite: bool = leaf(False, "Replace an existing run directory of this name instead of refusing it")
 
 

@@ -183,7 +183,6 @@ class Cluster:
             recipe,
             replica_size=self._rollout.replica_size,
             backend="nccl" if self._device == "cuda" else "gloo",
-            host=self.machines.host(("train", 0)),
             folder=run_dir.path / "weights",
         )
         keeper = ServerKeeper(

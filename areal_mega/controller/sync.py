@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,16 @@ from areal_mega.controller.train import TrainController
 from areal_mega.core import metrics as m
 from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.core.metrics import Metrics
-from areal_mega.rollout.inference import Capabilities, InferenceServer
+from areal_mega.rollout.inference import Capabilities, InferenceServer, ServerDigest
+from areal_mega.sync.digest import combine
+from areal_mega.sync.plan import Bucket, WireSpec, bucket_bytes, plan_buckets, total_order, with_fused
 
 log = logging.getLogger(__name__)
 
 _RELEASE_S = 30.0
 """How long a failed sync waits for servers to let go. One that failed may never answer, and the failure itself is to be heard."""
+_NAMED = 5
+"""Tensors named where many differ."""
 _HEALTH_S = 5.0
 """Within this a healthy peer answers a health check, however busy it is."""
 
@@ -39,7 +44,11 @@ class SyncMismatch(RunFailed):
 
 
 class WeightSync:
-    """The trainer's and the servers' sides of one weight-sync group, driven together.
+    """The trainer's and the servers' sides of the weight-sync groups, driven together.
+
+    Every sender (one train rank per pipeline stage) has a group of its own, of which it is rank 0: that is the rank that servers receive
+    from. Groups are formed in the order of the senders, and all buckets stand in one total order; see `sync.plan` for why nobody can wait
+    for ever.
 
     Args:
         servers: clients of all inference replicas, in the order of their ranks.
@@ -58,18 +67,22 @@ class WeightSync:
         *,
         replica_size: int,
         backend: str,
-        host: str,
         folder: Path,
     ) -> None:
         self._train, self._servers, self._capabilities, self._recipe = train, servers, capabilities, recipe
         self._section = recipe.sync
-        self._replica_size, self._backend, self._host, self._folder = replica_size, backend, host, folder
+        self._replica_size, self._backend, self._folder = replica_size, backend, folder
         self._members = list(range(len(servers)))
-        self._buckets: list[dict[str, Any]] = []
-        self._group = ""
+        self._plans: dict[int, tuple[WireSpec, ...]] = {}
+        """What each sender sends, by its train rank."""
+        self._groups: dict[int, str] = {}
+        """Name of each sender's group."""
         self._joined: list[int] = []
-        """Members of the group, except who has died since."""
+        """Members of the groups, except who has died since."""
         self._changed = False
+        """Members came or went since the groups were formed."""
+        self._acknowledged: dict[int, int] = {}
+        """The version that a server has proved to hold, by its rank."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -80,6 +93,7 @@ class WeightSync:
         """A server is gone. The group is formed anew, without it, before the next push."""
         self._members = [member for member in self._members if member != rank]
         self._joined = [member for member in self._joined if member != rank]
+        self._acknowledged.pop(rank, None)
         self._changed = True
 
     def admit(self, rank: int) -> None:
@@ -88,38 +102,45 @@ class WeightSync:
         self._changed = True
 
     async def connect(self) -> None:
-        """Plan the buckets, and form the group.
+        """Let the train ranks plan what they send, and form the groups.
 
         Raises:
             DeadlineExceeded: names who did not join.
         """
-        self._buckets = (await self._train.call("sync_plan"))[0]
-        await self._form_group()
+        by_stage = self._section.transport == "collective" and all(able.several_groups for able in self._capabilities)
+        answers = await self._train.call("sync_plan", by_stage=by_stage)
+        self._plans = {rank: tuple(WireSpec(**spec) for spec in specs) for rank, specs in enumerate(answers) if specs}
+        await self._form_groups()
 
-    async def _form_group(self) -> None:
-        """One group per membership, under a name of its own: rank 0 the first train rank, then every server's ranks in order."""
+    async def _form_groups(self) -> None:
+        """Groups per membership, under names of their own: rank 0 the sender, then every server's ranks in order."""
         if self._section.transport == "disk":
             return
-        if self._group:
-            leaving = self._train.calls("sync_leave")
-            leaving |= {f"server rank {rank}": self._servers[rank].destroy_group(self._group) for rank in self._joined}
+        for name in self._groups.values():
+            leaving = {f"server rank {rank}": self._servers[rank].destroy_group(name) for rank in self._joined}
             await self._all(leaving, "leaving the weight-sync group")
-        self._group = f"weights-{secrets.token_hex(4)}"
-        host = self._host
-        port = (await self._train.call("sync_host", address=host))[0]
+        await self._all(self._train.calls("sync_leave"), "leaving the weight-sync group")
+        generation = secrets.token_hex(4)
+        self._groups = {sender: f"weights-{generation}-{number}" for number, sender in enumerate(self._plans)}
+        for sender, name in self._groups.items():
+            await self._form_group(sender, name)
+        self._joined, self._changed = list(self._members), False
+
+    async def _form_group(self, sender: int, name: str) -> None:
+        host = self._train.host(sender)
+        port = (await self._train.call("sync_host", rank=sender, address=host))[sender]
         world_size = 1 + len(self._members) * self._replica_size
-        joins = self._train.calls("sync_join", address=host, port=port, world_size=world_size, name=self._group)
+        joins = self._train.calls("sync_join", rank=sender, address=host, port=port, world_size=world_size, name=name)
         for place, rank in enumerate(self._members):
             joins[f"server rank {rank}"] = self._servers[rank].init_group(
                 master_address=host,
                 master_port=port,
                 rank_offset=1 + place * self._replica_size,
                 world_size=world_size,
-                group_name=self._group,
+                group_name=name,
                 backend=self._backend,
             )
         await self._all(joins, "forming the weight-sync group")
-        self._joined, self._changed = list(self._members), False
 
     async def push(self, version: int) -> Metrics:
         """Give every server that takes part the trainer's weights as ``version``.
@@ -129,27 +150,24 @@ class WeightSync:
             DeadlineExceeded: names who did not finish in time.
         """
         assert self._members, "nobody to send to"
-        clock = time.perf_counter()
+        clock = _Laps()
         if self._changed:
-            await self._form_group()
+            await self._form_groups()
+        only = await self._to_send(version)
+        clock.lap("sync/prepare_s")
         async with self._paused():
-            report = await (self._over_disk(version) if self._section.transport == "disk" else self._over_group(version))
-            sent = time.perf_counter()
-            await self._verify(version, report["digest"])
-            verified = time.perf_counter()
-        end = time.perf_counter()
-        log.info("version %d, digest %s: %d servers hold it after %.2f s", version, report["digest"], len(self._members), end - clock)
-        return {
-            "sync/version": m.last(version),
-            "sync/bytes": m.total(report["nbytes"]),
-            "sync/gather_s": m.total(report["gather_s"]),
-            "sync/digest_s": m.total(report["digest_s"]),
-            "sync/transfer_s": m.total(report["transfer_s"]),
-            "sync/send_s": m.total(sent - clock),
-            "sync/verify_s": m.total(verified - sent),
-            "sync/paused_s": m.total(end - clock),
-            "time/sync": m.total(end - clock),
-        }
+            clock.lap("sync/pause_s")
+            sent = await (self._over_disk(version) if self._section.transport == "disk" else self._over_groups(version, only))
+            clock.lap("sync/send_s")
+            await self._verify(version, sent.digests)
+            clock.lap("sync/verify_s")
+        clock.lap("sync/resume_s")
+        self._acknowledged = dict.fromkeys(self._members, version)
+        paused, whole = sum(clock.laps.values()) - clock.laps["sync/prepare_s"], sum(clock.laps.values())
+        log.info("version %d, digest %s: %d servers hold it after %.2f s", version, combine(sent.digests), len(self._members), whole)
+        laps = {name: m.total(seconds) for name, seconds in clock.laps.items()}
+        times: Metrics = {"sync/version": m.last(version), "sync/paused_s": m.total(paused), "time/sync": m.total(whole)}
+        return sent.metrics() | laps | times
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -162,47 +180,72 @@ class WeightSync:
             # Shielded: a cancelled run must not leave the servers of others waiting either.
             await asyncio.shield(self._release("resuming generation", "resume", failed=not done))
 
-    async def _over_group(self, version: int) -> dict[str, Any]:
+    async def _to_send(self, version: int) -> frozenset[str] | None:
+        """Names of the tensors to send; None: all. Generation goes on meanwhile.
+
+        Only servers that prove what they compute with may keep a tensor: their digests cover all of them, sent or not. And all of them
+        must have proved that they hold one and the same version, so that a server that was started again gets everything.
+        """
+        if self._section.transport == "disk" or not all(self._capabilities[rank].partial_updates for rank in self._members):
+            return None
+        held = {self._acknowledged.get(rank) for rank in self._members}
+        base = held.pop() if len(held) == 1 else None
+        answers = await self._all(self._train.calls("sync_changed", version=version, base=base), "looking for changed weights")
+        if any(answer is None for answer in answers.values()):
+            return None
+        specs = [spec for plan in self._plans.values() for spec in plan]
+        # The version travels with a bucket: there must be one.
+        return with_fused({name for answer in answers.values() for name in answer} or {specs[-1].name}, specs)
+
+    async def _over_groups(self, version: int, only: frozenset[str] | None) -> _Sent:
+        limit = bucket_bytes(self._section.bucket_mb)
+        plans = [plan_buckets((s for s in plan if only is None or s.name in only), limit) for plan in self._plans.values()]
+        names = list(self._groups.values())
+        order = [(names[sender], bucket) for sender, bucket in total_order(plans)]
         done = False
+        ends: list[float] = []
         try:
             await self._each("beginning the update", "begin_update")
-            jobs = self._train.calls("sync_broadcast", version=version)
-            for rank, server in self._present():
-                jobs[f"server rank {rank}"] = self._receive(server, version)
+            sends = self._train.calls("sync_broadcast", version=version, only=None if only is None else sorted(only))
+            jobs = {who: _stamped(send, ends) for who, send in sends.items()}
+            jobs |= {f"server rank {rank}": self._receive(server, version, order) for rank, server in self._present()}
             answers = await self._all(jobs, "sending weights")
+            load_s = time.perf_counter() - max(ends)
             done = True
         finally:
             await self._release("ending the update", "end_update", failed=not done)
-        return _sent(answers)
+        return _sent(answers, load_s)
 
-    async def _receive(self, server: InferenceServer, version: int) -> None:
-        for number, bucket in enumerate(self._buckets, 1):
-            last = number == len(self._buckets)
+    async def _receive(self, server: InferenceServer, version: int, order: Sequence[tuple[str, Bucket]]) -> None:
+        for number, (group, bucket) in enumerate(order, 1):
+            last = number == len(order)
             await server.update_bucket(
-                names=list(bucket["names"]),
-                dtypes=[bucket["dtype"]] * len(bucket["names"]),
-                shapes=[list(shape) for shape in bucket["shapes"]],
-                group_name=self._group,
+                names=list(bucket.names),
+                dtypes=[bucket.dtype] * len(bucket.names),
+                shapes=[list(shape) for shape in bucket.shapes],
+                group_name=group,
                 version=version if last else None,
                 # In place keeps the KV of running requests; otherwise it is stale and goes.
                 flush_cache=last and self._section.pause != "in_place",
             )
 
-    async def _over_disk(self, version: int) -> dict[str, Any]:
+    async def _over_disk(self, version: int) -> _Sent:
         folder = self._folder / f"v{version}"
         answers = await self._all(self._train.calls("sync_write", version=version, folder=str(folder)), "writing weights")
+        written = time.perf_counter()
         try:
             await self._each("reading weights", "update_from_disk", str(folder), version)
+            load_s = time.perf_counter() - written
         finally:
             await asyncio.to_thread(shutil.rmtree, folder)
-        return _sent(answers)
+        return _sent(answers, load_s)
 
-    async def _verify(self, version: int, digest: str) -> None:
+    async def _verify(self, version: int, digests: Mapping[str, str]) -> None:
         able = {rank: self._capabilities[rank] for rank in self._members}
         jobs = {f"server rank {rank}": self._held(server, able[rank]) for rank, server in self._present()}
         for who, (held, reported) in (await self._all(jobs, "verifying weights")).items():
-            if held is not None and held != digest:
-                raise SyncMismatch(f"{who} holds weights of digest {held}, the trainer sent {digest}")
+            if held is not None and held.combined != combine(digests):
+                raise SyncMismatch(_mismatch(who, held.tensors, digests))
             if reported != version:
                 raise SyncMismatch(f"{who} reports weight version {reported} after a sync of version {version}")
         if len(able) > 1 and all(each.checksums and not each.hf_digests for each in able.values()):
@@ -216,11 +259,11 @@ class WeightSync:
             if unlike := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
                 raise SyncMismatch(f"{who} holds other weights than {first}: {len(unlike)} of {len(expected)} differ, first {unlike[0]}")
 
-    async def _held(self, server: InferenceServer, able: Capabilities) -> tuple[str | None, int]:
-        """Digest (None where the server reports none) and version of the weights that a server holds."""
+    async def _held(self, server: InferenceServer, able: Capabilities) -> tuple[ServerDigest | None, int]:
+        """Digests (None where the server reports none) and version of the weights that a server holds."""
         if able.hf_digests:
             held = await server.digests()
-            return held.combined, held.weight_version
+            return held, held.weight_version
         return None, await server.weight_version()
 
     def _present(self) -> list[tuple[int, InferenceServer]]:
@@ -278,6 +321,52 @@ class WeightSync:
         return [who for who, answer in zip(checks, answers, strict=True) if who in names and isinstance(answer, BaseException)]
 
 
-def _sent(answers: Mapping[str, Any]) -> dict[str, Any]:
-    """The report of the train rank that sent; the others have none."""
-    return next(report for report in answers.values() if report is not None)
+class _Laps:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
+
+
+async def _stamped(job: Coroutine[Any, Any, Any], ends: list[float]) -> Any:
+    """The answer; notes when it came."""
+    answer = await job
+    ends.append(time.perf_counter())
+    return answer
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What all senders report together. They work side by side: of each time, the longest."""
+
+    digests: Mapping[str, str]
+    totals: Mapping[str, int]
+    longest: Mapping[str, float]
+
+    def metrics(self) -> Metrics:
+        return {name: m.total(value) for name, value in (*self.totals.items(), *self.longest.items())}
+
+
+def _sent(answers: Mapping[str, Any], load_s: float) -> _Sent:
+    """The reports of the train ranks that sent; the others have none."""
+    reports = [report for report in answers.values() if report is not None]
+    digests = {name: digest for report in reports for name, digest in report["digests"].items()}
+    assert len(digests) == sum(len(report["digests"]) for report in reports), "two senders sent one tensor"
+    totals = {"sync/bytes": sum(r["nbytes"] for r in reports), "sync/saved_bytes": sum(r["saved_bytes"] for r in reports)}
+    longest = {
+        "sync/gather_s": max(r["gather_s"] for r in reports),
+        "sync/digest_s": max(r["digest_s"] for r in reports),
+        "sync/transfer_s": max(r["transfer_s"] for r in reports),
+        "sync/load_s": load_s,
+    }
+    return _Sent(digests, totals, longest)
+
+
+def _mismatch(who: str, held: Mapping[str, str], sent: Mapping[str, str]) -> str:
+    """Which tensors of a server are not what was sent."""
+    unlike = [name for name in sent if held.get(name) != sent[name]] + [f"{name} (never sent)" for name in held if name not in sent]
+    named = ", ".join(unlike[:_NAMED]) + f" and {len(unlike) - _NAMED} more" * (len(unlike) > _NAMED)
+    return f"{who} holds other weights than the trainer sent: {len(unlike)} of {len(sent)} tensors differ: {named}"

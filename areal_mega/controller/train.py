@@ -14,6 +14,7 @@ from areal_mega.core import metrics as m
 from areal_mega.core.metrics import Metrics, merge
 from areal_mega.parallel.layout import RankLayout
 from areal_mega.rpc.client import RpcClient
+from areal_mega.rpc.wire import split_address
 
 
 class TrainController:
@@ -32,6 +33,10 @@ class TrainController:
         """The same call to every rank, not yet made, by who is called."""
         limit = self._recipe.launch.rpc_timeout_s if timeout_s is None else timeout_s
         return {client.peer: client.call(method, timeout_s=limit, **kwargs) for client in self._clients}
+
+    def host(self, rank: int) -> str:
+        """The address on which a rank listens."""
+        return split_address(self._clients[rank].address)[0]
 
     async def call(self, method: str, **kwargs: Any) -> list[Any]:
         """The same call to every rank; answers by rank."""

@@ -164,9 +164,10 @@ class MegatronEngine:
                 chunk.requires_grad_(False).eval()
         self._load("reference", path)
 
-    def gather_hf(self, root: int = 0) -> HFGatherer:
-        """A gatherer over the live weights; its ``stream`` is collective."""
-        return HFGatherer(self.named_shards(), self.family, self.hf_config, self.layout, self.rank, root=root, naming=self.naming)
+    def gather_hf(self, root: int = 0, stage: int | None = None) -> HFGatherer:
+        """A gatherer over the live weights (of one pipeline stage); its ``stream`` is collective."""
+        named = self.named_shards()
+        return HFGatherer(named, self.family, self.hf_config, self.layout, self.rank, root=root, stage=stage, naming=self.naming)
 
     def export_hf(self, out: str | Path) -> None:
         """Write the policy as a HuggingFace folder (by rank 0, in the training dtype)."""

@@ -31,6 +31,7 @@ from areal_mega.megatron.packing import PackedBatch, unpack
 from areal_mega.parallel.balance import Microbatches, plan_microbatches
 from areal_mega.rpc.client import RpcClient
 from areal_mega.sync import GRACE_S
+from areal_mega.sync.plan import bucket_bytes
 from areal_mega.sync.sender import SendReport, WeightSender
 
 METHODS = (
@@ -42,6 +43,7 @@ METHODS = (
     "sync_plan",
     "sync_host",
     "sync_join",
+    "sync_changed",
     "sync_broadcast",
     "sync_write",
     "sync_leave",
@@ -177,24 +179,34 @@ class TrainWorker:
 
     # --- weights
 
-    def sync_plan(self) -> list[dict[str, Any]]:
-        """Prepare to send: the buckets, as the bodies of the servers' update calls name them."""
-        dtype = {"bf16": "bfloat16", "fp32": "float32"}[self._recipe.rollout.dtype]
+    def sync_plan(self, by_stage: bool) -> list[dict[str, Any]]:
+        """Prepare to send; the tensors that this rank will send, in their order (empty: it sends none).
+
+        Args:
+            by_stage: the first rank of every pipeline stage sends that stage's tensors; else rank 0 sends all.
+        """
+        self.sync_leave()
+        engine, dtype = self._engine, {"bf16": "bfloat16", "fp32": "float32"}[self._recipe.rollout.dtype]
+        stage = engine.coords.pp if by_stage else None
+        root = 0 if stage is None else engine.layout.ranks(pp=stage)[0]
         self._sender = WeightSender(
-            self._engine.gather_hf(),
-            rank=self._engine.rank,
+            engine.gather_hf(root, stage),
+            sends=engine.rank == root,
             dtype=dtype,
-            bucket_bytes=int(self._recipe.sync.bucket_mb * 1024**2),
-            device=self._engine.platform.device,
+            bucket_bytes=bucket_bytes(self._recipe.sync.bucket_mb),
+            device=engine.platform.device,
+            overlap=self._recipe.run.overlap,
         )
-        return [{"names": b.names, "shapes": b.shapes, "dtype": b.dtype} for b in self._sender.buckets]
+        return [asdict(spec) for spec in self._sender.specs] if self._sender.sends else []
 
-    def sync_host(self, address: str) -> int:
-        """Listen for the weight-sync group's members; the port on rank 0, 0 elsewhere."""
-        return self._sending.host(address, self._recipe.sync.timeout_s)
+    def sync_host(self, rank: int, address: str) -> int:
+        """Listen for the members of sender ``rank``'s weight-sync group; the port on that rank, 0 elsewhere."""
+        return self._sending.host(address, self._recipe.sync.timeout_s) if rank == self._engine.rank else 0
 
-    def sync_join(self, address: str, port: int, world_size: int, name: str) -> None:
-        """Form the weight-sync group with every inference rank; blocks until all have come."""
+    def sync_join(self, rank: int, address: str, port: int, world_size: int, name: str) -> None:
+        """Form the weight-sync group of sender ``rank`` with every inference rank; blocks until all have come. Nothing on other ranks."""
+        if rank != self._engine.rank:
+            return
         self._sending.join(
             address=address,
             port=port,
@@ -204,16 +216,23 @@ class TrainWorker:
             timeout_s=self._recipe.sync.timeout_s + GRACE_S,
         )
 
-    def sync_broadcast(self, version: int) -> dict[str, Any] | None:
-        """Send all buckets over the group."""
-        return _report(self._sending.broadcast(version, self._recipe.sync.timeout_s + GRACE_S))
+    def sync_changed(self, version: int, base: int | None) -> list[str] | None:
+        """Names of the tensors of which this rank's part differs from version ``base``; None: that is not known."""
+        return self._sending.changed(version, base)
+
+    def sync_broadcast(self, version: int, only: Sequence[str] | None) -> dict[str, Any] | None:
+        """Send the buckets of the tensors ``only`` (None: of all) over this sender's group."""
+        chosen = None if only is None else frozenset(only)
+        return _report(self._sending.broadcast(version, self._recipe.sync.timeout_s + GRACE_S, chosen))
 
     def sync_write(self, version: int, folder: str) -> dict[str, Any] | None:
         """Write all weights as a HuggingFace folder."""
         return _report(self._sending.write(version, Path(folder), self._engine.model_path))
 
     def sync_leave(self) -> None:
-        self._sending.leave()
+        """Leave the weight-sync group, if this rank is in one."""
+        if self._sender is not None:
+            self._sender.leave()
 
     def export(self, folder: str) -> None:
         """Write the policy as a HuggingFace folder in the training dtype."""

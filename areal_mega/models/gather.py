@@ -2,12 +2,15 @@
 
 The plan is pure and equal on every rank: which rank sends which part of which parameter, in *parcels* of a bounded size. For each parcel
 a rank packs its parts into one flat buffer and sends that: one message per rank and parcel, however many experts there are. The root
-posts the next parcel's receives before it unpacks the present one.
+posts the next parcel's receives before it unpacks the present one. Two buffers per pair of ranks serve a whole stream in turn.
+
+A gatherer may be limited to one pipeline stage. Its root is then a rank of that stage, nobody else takes part, and the gatherers of all
+stages work side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -21,11 +24,15 @@ from areal_mega.models.hf_config import HFConfig
 from areal_mega.models.hf_io import HFTensorSpec
 from areal_mega.models.ownership import Ownership
 from areal_mega.models.proof import prove_model, prove_table
-from areal_mega.models.table import LOCAL, Naming, Param, Shape, TableMismatch
+from areal_mega.models.table import LOCAL, HFTensor, Naming, Param, Shape, TableMismatch
 from areal_mega.parallel.layout import RankLayout
 
 PARCEL_BYTES = 64 * 1024**2
 _ALIGN = 16  # bytes: every part of a buffer can then be viewed as any dtype
+
+
+Place = Callable[[HFTensor], Tensor]
+"""Where the root wants a tensor assembled: contiguous, of its shape and the stream's dtype."""
 
 
 class Pending(Protocol):
@@ -91,6 +98,7 @@ class HFGatherer:
         layout: how the model is split over the ranks of ``group``; ``rank`` is this one's.
         group: torch.distributed group of exactly the layout's ranks, in order; None: the default group.
         root: the rank that receives.
+        stage: gather the parameters of this pipeline stage alone; None: of all.
         transport: replaces torch.distributed (for shards that all live in one process).
 
     Raises:
@@ -107,6 +115,7 @@ class HFGatherer:
         group: dist.ProcessGroup | None = None,
         root: int = 0,
         *,
+        stage: int | None = None,
         naming: Naming = LOCAL,
         transport: Transport | None = None,
         parcel_bytes: int = PARCEL_BYTES,
@@ -114,10 +123,11 @@ class HFGatherer:
         self._named, self._naming, self._rank, self._root = named, naming, rank, root
         self._transport = transport or DistributedTransport(group)
         self._parcel_bytes = parcel_bytes
-        self._table = family.table(hf_config)
-        self._ownership = Ownership(self._table, layout)
-        prove_table(self._table, self._ownership)
+        table = family.table(hf_config)
+        self._ownership = Ownership(table, layout)
+        prove_table(table, self._ownership)
         prove_model(((name, tuple(tensor.shape)) for name, tensor in named.items()), self._ownership, rank, naming)
+        self._params = tuple(p for p in table.exported if stage is None or self._ownership.stage(p) == stage)
         self._dtype = self._common_dtype()
 
     def _common_dtype(self) -> torch.dtype:
@@ -141,34 +151,49 @@ class HFGatherer:
 
     def plan_as(self, dtype: torch.dtype | None) -> tuple[HFTensorSpec, ...]:
         """What ``stream(dtype)`` yields, in its order."""
-        return tuple(HFTensorSpec(t.name, t.shape, self._wire(p, dtype)) for p in self._table.exported for t in p.hf)
+        return tuple(HFTensorSpec(t.name, t.shape, self._wire(p, dtype)) for p in self._params for t in p.hf)
 
     def _wire(self, param: Param, dtype: torch.dtype | None) -> torch.dtype:
         return torch.float32 if param.fp32 else dtype or self._dtype
 
-    def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor] | None]:
-        """Collective: every rank of the layout iterates it to the end, with the same ``dtype``. A rank that stops early leaves the
-        others waiting until the group's own time-out.
+    def stream(
+        self, dtype: torch.dtype | None = None, *, only: Container[str] | None = None, place: Place | None = None
+    ) -> Iterator[tuple[str, Tensor] | None]:
+        """Collective: every rank of the layout (of the stage) iterates it to the end, with the same ``dtype`` and ``only``. A rank that
+        stops early leaves the others waiting until the group's own time-out.
 
         On the root each item is ``(name, tensor)``: a whole HF tensor in ``dtype`` (None: the training dtype), without vocabulary padding,
         in plan order. On other ranks the same number of items are None.
-        """
-        parcels = self._parcels(dtype)
-        items = self._collect(parcels) if self._rank == self._root else self._contribute(parcels)
-        yield from items
 
-    def _parcels(self, dtype: torch.dtype | None) -> list[_Parcel]:
+        Args:
+            only: names of HF tensors: gather the parameters that have one of them, whole.
+            place: called on the root for each tensor before it is assembled; None: each one is a new tensor.
+        """
+        parcels = self._parcels(dtype, only)
+        if parcels:
+            yield from self._collect(parcels, place) if self._rank == self._root else self._contribute(parcels)
+
+    def own_parts(self, dtype: torch.dtype | None = None) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """What this rank contributes to the stream: names of the HF tensors that a part belongs to, and the part as it would travel."""
+        for parcel in self._parcels(dtype, None):
+            for part in parcel.parts:
+                if part.rank == self._rank:
+                    yield tuple(tensor.name for tensor in part.param.hf), self._shard(part.param).to(part.dtype)
+
+    def _parcels(self, dtype: torch.dtype | None, only: Container[str] | None) -> list[_Parcel]:
         parcels: list[_Parcel] = []
         params: list[Param] = []
         used = 0
-        for param in self._table.exported:
+        for param in self._params:
+            if only is not None and not any(tensor.name in only for tensor in param.hf):
+                continue
             size = sum(prod(shape) for shape in param.shapes) * self._wire(param, dtype).itemsize
             if params and used + size > self._parcel_bytes:
                 parcels.append(self._parcel(params, dtype))
                 params, used = [], 0
             params.append(param)
             used += size
-        return [*parcels, self._parcel(params, dtype)]
+        return [*parcels, self._parcel(params, dtype)] if params else parcels
 
     def _parcel(self, params: list[Param], dtype: torch.dtype | None) -> _Parcel:
         parts: list[_Part] = []
@@ -185,60 +210,78 @@ class HFGatherer:
         return _Parcel(tuple(params), tuple(parts), sizes)
 
     def _contribute(self, parcels: list[_Parcel]) -> Iterator[None]:
-        """A sender's side: at most two buffers under way."""
-        under_way: list[tuple[Pending, Tensor]] = []
+        """A sender's side: a parcel is packed while the one before travels."""
+        buffers = _Buffers(parcels, self._device)
+        under_way: Pending | None = None
+        sent = 0
         for parcel in parcels:
             if self._rank in parcel.sizes:
-                buffer = self._pack(parcel)
-                under_way.append((self._transport.send(buffer, self._root), buffer))
-            if len(under_way) > 1:
-                under_way.pop(0)[0].wait()
+                buffer = buffers.take(self._rank, sent, parcel)
+                self._pack(parcel, buffer)
+                if under_way is not None:
+                    under_way.wait()
+                under_way, sent = self._transport.send(buffer, self._root), sent + 1
             yield from (None for param in parcel.params for _ in param.hf)
-        for pending, _ in under_way:
-            pending.wait()
+        if under_way is not None:
+            under_way.wait()
 
-    def _pack(self, parcel: _Parcel) -> Tensor:
-        buffer = torch.empty(parcel.sizes[self._rank], dtype=torch.uint8, device=self._device)
+    def _pack(self, parcel: _Parcel, buffer: Tensor) -> None:
         for part in parcel.parts:
             if part.rank == self._rank:
-                part.view(buffer).copy_(self._named[self._naming.name(part.param)].detach())
-        return buffer
+                part.view(buffer).copy_(self._shard(part.param))
+
+    def _shard(self, param: Param) -> Tensor:
+        return self._named[self._naming.name(param)].detach()
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self._named.values())).device
 
-    def _collect(self, parcels: list[_Parcel]) -> Iterator[tuple[str, Tensor]]:
+    def _collect(self, parcels: list[_Parcel], place: Place | None) -> Iterator[tuple[str, Tensor]]:
         """The root's side: receive the next parcel while this one is unpacked."""
-        following = self._post(parcels[0])
+        buffers = _Buffers(parcels, self._device)
+        following = self._post(parcels, 0, buffers)
         for number, parcel in enumerate(parcels):
-            buffers, pending = following
+            received, pending = following
             if number + 1 < len(parcels):
-                following = self._post(parcels[number + 1])
+                following = self._post(parcels, number + 1, buffers)
             for transfer in pending:
                 transfer.wait()
             by_param: dict[int, list[_Part]] = {}
             for part in parcel.parts:
                 by_param.setdefault(id(part.param), []).append(part)
             for param in parcel.params:
-                yield from self._assemble(param, by_param[id(param)], buffers)
+                yield from self._assemble(param, by_param[id(param)], received, place)
 
-    def _post(self, parcel: _Parcel) -> tuple[dict[int, Tensor], list[Pending]]:
-        buffers: dict[int, Tensor] = {}
-        pending: list[Pending] = []
-        for rank, size in parcel.sizes.items():
-            if rank != self._root:
-                buffers[rank] = torch.empty(size, dtype=torch.uint8, device=self._device)
-                pending.append(self._transport.receive(buffers[rank], rank))
-        return buffers, pending
+    def _post(self, parcels: list[_Parcel], number: int, buffers: _Buffers) -> tuple[dict[int, Tensor], list[Pending]]:
+        received = {rank: buffers.take(rank, number, parcels[number]) for rank in parcels[number].sizes if rank != self._root}
+        return received, [self._transport.receive(buffer, rank) for rank, buffer in received.items()]
 
-    def _assemble(self, param: Param, parts: list[_Part], buffers: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        dim, split = param.mapping.dim, self._ownership.parts(param)
-        whole = [torch.empty(tensor.shape, dtype=parts[0].dtype, device=self._device) for tensor in param.hf]
+    def _assemble(
+        self, param: Param, parts: list[_Part], received: Mapping[int, Tensor], place: Place | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        dim, split, dtype = param.mapping.dim, self._ownership.parts(param), parts[0].dtype
+        whole = [place(hf) if place else torch.empty(hf.shape, dtype=dtype, device=self._device) for hf in param.hf]
         for part in parts:
             own = part.rank == self._root
-            shard = self._named[self._naming.name(param)].detach() if own else part.view(buffers[part.rank])
+            shard = self._shard(param) if own else part.view(received[part.rank])
             for piece in param.pieces(split, part.part):
                 if piece.source is not None:
                     whole[piece.source].narrow(dim, piece.start, piece.length).copy_(shard.narrow(dim, piece.at, piece.length))
         yield from zip((tensor.name for tensor in param.hf), whole, strict=True)
+
+
+class _Buffers:
+    """Two buffers per rank, taken in turn: fresh memory for every parcel would cost as much as copying it once more."""
+
+    def __init__(self, parcels: list[_Parcel], device: torch.device) -> None:
+        self._parcels, self._device = parcels, device
+        self._made: dict[tuple[int, int], Tensor] = {}
+
+    def take(self, rank: int, turn: int, parcel: _Parcel) -> Tensor:
+        """A buffer for ``rank``'s part of ``parcel``; the one taken two turns ago must be done with."""
+        key = rank, turn % 2
+        if key not in self._made:
+            largest = max(p.sizes.get(rank, 0) for p in self._parcels)
+            self._made[key] = torch.empty(largest, dtype=torch.uint8, device=self._device)
+        return self._made[key][: parcel.sizes[rank]]

@@ -115,6 +115,7 @@ class InferenceClient:
             update_sessions=await self._has_sessions(),
             version_spans=self._spans,
             hf_digests=bool(server.get("hf_digests", False)),
+            partial_updates=bool(server.get("hf_digests", False)),
             routed_experts=bool(server.get("enable_return_routed_experts", False)),
             checksums=await self._has_route("/weights_checker"),
             # SGLang draws from one generator for the whole batch unless it is told to be deterministic; a seed is then not looked at.

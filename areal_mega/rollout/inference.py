@@ -133,6 +133,10 @@ class Capabilities:
     """Reports checksums of its own parameters: replicas can be compared with each other."""
     seeds: bool = True
     """A request's seed decides what is sampled."""
+    several_groups: bool = True
+    """Can be in several weight-sync groups at once, by name."""
+    partial_updates: bool = False
+    """Keeps tensors that an update does not bring, and its digests cover them: those that it has need not be sent again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,6 +153,7 @@ class VLLMClient:
             routed_experts=False,
             checksums=await self._has_route("/weight_checker"),
             seeds=True,
+            several_groups=False,
         )
 
     async def _first_token(self, temperature: float, top_k: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 
 from areal_mega.core.errors import UserError
 from areal_mega.serving.arch import Arch
-from areal_mega.sync.digest import combine, tensor_digest
+from areal_mega.sync.digest import combine, tensor_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,7 @@ class Weights:
                 layer.qk_norm = torch.cat([layer.q_norm.expand(heads, -1), layer.k_norm.expand(kv_heads, -1)])
 
     def digests(self) -> dict[str, str]:
-        return {name: tensor_digest(view) for name, view in self.hf.items()}
+        return tensor_digests(self.hf)
 
     def digest(self) -> str:
         return combine(self.digests())

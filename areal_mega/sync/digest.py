@@ -17,25 +17,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROW_WORDS = 1 << 14
-_CPU_ROWS, _GPU_ROWS = 2, 512
-_MASK = (1 << 64) - 1
+_BLOCK = 512 * ROW_WORDS
+"""Words multiplied at once: bounds what a GPU holds beside them."""
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def tensor_digest(tensor: Tensor) -> str:
     """16 hexadecimal digits of dtype, shape and contents (any shape, any dtype, contiguous or not)."""
+    return tensor_digests({"": tensor})[""]
+
+
+def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The digest of each, with one copy from their device for all of them."""
     import torch
 
-    flat = tensor.detach().contiguous().reshape(-1)
-    raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
-    whole = raw.numel() // 8 * 8
-    if raw.storage_offset() % 8 or raw.data_ptr() % 8:
-        raw = raw.clone()  # a slice of a bucket may start anywhere; words must be aligned
-    words = raw[:whole].view(torch.int64)
-    tail = int.from_bytes(bytes(raw[whole:].cpu().tolist()), "little")
-    total = _words_digest(words)
-    text = f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}{total:016x}{tail:016x}"
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    counts: list[int] = []
+    hashes: list[Tensor] = []
+    for tensor in tensors.values():
+        of_rows = _row_hashes(tensor)
+        counts.append(sum(part.numel() for part in of_rows) - 1)
+        hashes += of_rows
+    if not hashes:
+        return {}
+    totals = _mix(torch.cat(hashes).cpu(), counts)
+    out = {}
+    for (name, tensor), (total, tail) in zip(tensors.items(), totals, strict=True):
+        text = f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}{total:016x}{tail:016x}"
+        out[name] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return out
 
 
 def combine(digests: Mapping[str, str]) -> str:
@@ -44,26 +53,50 @@ def combine(digests: Mapping[str, str]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _words_digest(words: Tensor) -> int:
-    """Hash of int64 words [n] as an unsigned 64-bit number."""
+def _row_hashes(tensor: Tensor) -> list[Tensor]:
+    """Hashes of the rows of a tensor's words, and last one number of the bytes that make no whole word; int64, on the tensor's device."""
     import torch
 
-    weights = _weights(ROW_WORDS, str(words.device))
-    block = ROW_WORDS * (_CPU_ROWS if words.device.type == "cpu" else _GPU_ROWS)
-    hashes = []
+    flat = tensor.detach().contiguous().reshape(-1)
+    raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    if raw.storage_offset() % 8 or raw.data_ptr() % 8:
+        raw = raw.clone()  # a slice of a bucket may start anywhere; words must be aligned
+    whole = raw.numel() // 8 * 8
+    words, weights = raw[:whole].view(torch.int64), _weights(ROW_WORDS, str(raw.device))
     full = words.numel() // ROW_WORDS * ROW_WORDS
-    for start in range(0, full, block):
-        rows = words[start : min(start + block, full)].view(-1, ROW_WORDS)
-        hashes.append((rows * weights).sum(1))
+    hashes = []
+    for start in range(0, full, _BLOCK):
+        hashes.append(_products(words[start : min(start + _BLOCK, full)].view(-1, ROW_WORDS), weights))
     if full < words.numel():
-        rest = words[full:]
-        hashes.append((rest * weights[: rest.numel()]).sum().view(1))
-    if not hashes:
-        return 0
-    rows_h = torch.cat(hashes).cpu()
-    mixed = rows_h ^ ((rows_h >> 29) & 0x7FFFFFFFF)  # not linear in the words any more; the mask makes the shift a logical one
-    row_weights = _weights(max(1024, 1 << (len(rows_h) - 1).bit_length()), "cpu")[: len(rows_h)]
-    return int((mixed * row_weights).sum()) & _MASK
+        hashes.append(_products(words[full:].view(1, -1), weights[: words.numel() - full]))
+    tail = torch.zeros(8, dtype=torch.uint8, device=raw.device)
+    tail[: raw.numel() - whole] = raw[whole:]
+    return [*hashes, tail.view(torch.int64)]
+
+
+def _products(rows: Tensor, weights: Tensor) -> Tensor:
+    """Sum of word times weight of each row, modulo 2**64. On a CPU one pass without a temporary; CUDA multiplies no integer matrices."""
+    if rows.device.type == "cpu":
+        return rows.mv(weights)
+    return (rows * weights).sum(1)
+
+
+def _mix(hashes: Tensor, counts: list[int]) -> list[tuple[int, int]]:
+    """Of each tensor the hash of its row hashes, and its last number, as unsigned 64-bit numbers. ``counts``: rows of each."""
+    import numpy as np
+
+    values = hashes.numpy().view(np.uint64)
+    # Not linear in the words any more: otherwise a change in one row could undo a change in another.
+    mixed = values ^ (values >> np.uint64(29))
+    longest = max(counts, default=0)
+    weights = _weights(max(1024, 1 << max(longest - 1, 0).bit_length()), "cpu").numpy().view(np.uint64)
+    out, start = [], 0
+    with np.errstate(over="ignore"):
+        for count in counts:
+            total = int((mixed[start : start + count] * weights[:count]).sum(dtype=np.uint64)) if count else 0
+            out.append((total, int(values[start + count])))
+            start += count + 1
+    return out
 
 
 @lru_cache(maxsize=32)

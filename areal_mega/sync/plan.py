@@ -1,13 +1,20 @@
-"""Which tensors travel together. Pure: the same plan on the sender, the controller and (as request bodies) the servers.
+"""Which tensors travel together, and in which order. Pure: the same plan on senders, the controller and (as request bodies) the servers.
 
 Invariants, each with a test: every tensor stands in exactly one bucket and in the plan's order; a bucket holds one dtype (so that
-every tensor's offset in the flat buffer is aligned); no bucket is empty; a bucket exceeds the limit only if it is one fused group.
+every tensor's offset in the flat buffer is aligned); no bucket is empty; a bucket exceeds the limit only if it is one fused group, which
+is sent alone and never split.
+
+Several senders' buckets stand in one total order, in which the controller asks every server for them, each over its sender's own group.
+No member can wait for ever. Take the first bucket in that order that some server has not received. Every server has received all before
+it, so no server waits for another one, and each comes to ask for it. Its sender has sent all of its own before it, so it waits for no
+server, and what it gathers comes from ranks of its own pipeline stage that wait for this sender alone. So this bucket is sent, and the
+same holds for the next.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +31,19 @@ class TensorSpec(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WireSpec:
+    """A tensor as it travels: the HuggingFace name and shape, in the server's dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return elements(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +64,11 @@ def elements(shape: Sequence[int]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+def bucket_bytes(bucket_mb: float) -> int:
+    """The limit of a bucket, from ``sync.bucket_mb``: senders and controller must agree on it."""
+    return int(bucket_mb * 1024**2)
 
 
 def _fused_groups(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
@@ -84,3 +109,15 @@ def _by_dtype(group: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
         else:
             runs.append([spec])
     return runs
+
+
+def with_fused(names: Container[str], specs: Iterable[TensorSpec]) -> frozenset[str]:
+    """Names of ``specs`` that are in ``names``, and of those that a server fuses with one of them: they travel together or not at all."""
+    groups = _fused_groups(specs)
+    return frozenset(spec.name for group in groups if any(spec.name in names for spec in group) for spec in group)
+
+
+def total_order(plans: Sequence[Sequence[Bucket]]) -> list[tuple[int, Bucket]]:
+    """Every sender's buckets, each with its sender's number: in turn, so that one sender gathers while the others send."""
+    longest = max(map(len, plans), default=0)
+    return [(sender, plan[turn]) for turn in range(longest) for sender, plan in enumerate(plans) if turn < len(plan)]

@@ -1,44 +1,42 @@
-"""The training side of weight sync: gather over TP/PP/EP, HF names, digest, and out through one transport.
+"""The training side of weight sync: gather over TP/EP (and PP, for one sender), HF names, digest, and out through one transport.
 
-Every train rank calls the same method with the same arguments; rank 0 alone holds full tensors, one fused group at a time, and is
-the member of the weight-sync group.
+Every train rank calls the same method with the same arguments. A sender alone holds full tensors, a bucket at a time, and is rank 0 of a
+weight-sync group of its own. There is one sender per pipeline stage, its first rank, or rank 0 alone for servers that know one group only.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_mega.sync.plan import Bucket, plan_buckets
+from areal_mega.sync.plan import Bucket, WireSpec, elements, plan_buckets
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
     from areal_mega.models.gather import HFGatherer
+    from areal_mega.models.table import HFTensor
 
-
-@dataclass(frozen=True, slots=True)
-class WireSpec:
-    """A tensor as it travels: the HuggingFace name and shape, in the server's dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+Filled = tuple[Bucket, "torch.Tensor"]
+"""A bucket and its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """One sync as the sender saw it. ``gather_s`` and ``transfer_s`` are seconds on rank 0; they do not overlap."""
+    """One sync as a sender saw it. The seconds are those of its thread: they do not overlap, and what another one hides is not in them."""
 
     version: int
-    digest: str
+    digests: dict[str, str]
+    """By HF name, of all that this sender is responsible for, sent this time or not."""
     nbytes: int
+    saved_bytes: int
+    """Of tensors that were not sent because every server has them."""
     gather_s: float
     digest_s: float
     transfer_s: float
@@ -48,63 +46,117 @@ class WeightSender:
     """Sends the engine's live weights.
 
     Args:
-        gatherer: collective stream of HF tensors from all train ranks.
-        rank: this rank among the train ranks; 0 sends.
+        gatherer: collective stream of HF tensors to this rank's sender, from the ranks that have them.
+        sends: this rank is the gatherer's root.
         dtype: torch dtype name that the servers hold, e.g. ``bfloat16``; fp32 islands stay fp32.
         bucket_bytes: bytes broadcast at once.
         device: where buckets live, the device of the collective's backend.
+        overlap: gather a bucket while the one before travels.
     """
 
-    def __init__(self, gatherer: HFGatherer, *, rank: int, dtype: str, bucket_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, gatherer: HFGatherer, *, sends: bool, dtype: str, bucket_bytes: int, device: torch.device, overlap: bool = True
+    ) -> None:
         import torch
 
-        self._gatherer, self._rank, self._device = gatherer, rank, device
+        self._gatherer, self._device, self._bucket_bytes = gatherer, device, bucket_bytes
+        self.sends = sends
+        self._loop = self._overlapped if overlap else self._plain
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._specs = gatherer.plan_as(self._dtype)
-        wire = [WireSpec(spec.name, tuple(spec.shape), str(spec.dtype).removeprefix("torch.")) for spec in self._specs]
-        self.buckets: tuple[Bucket, ...] = plan_buckets(wire, bucket_bytes)
-        self._group: dist.ProcessGroup | None = None
+        self._hf_specs = gatherer.plan_as(self._dtype)
+        self.specs = tuple(WireSpec(s.name, tuple(s.shape), str(s.dtype).removeprefix("torch.")) for s in self._hf_specs)
+        self.group: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = None
+        self._parts: tuple[int, dict[int, str]] | None = None
+        """Digests of this rank's own parts, and the version that they are of."""
+        self._digests: dict[str, str] = {}
 
     def host(self, address: str, timeout_s: float) -> int:
-        """Rank 0 listens for the weight-sync group's members, and says on which port; 0 elsewhere."""
-        if self._rank != 0:
-            return 0
+        """Listen for the members of this sender's weight-sync group; on which port."""
+        assert self.sends, "only senders have a group"
         from areal_mega.sync.group import host_store
 
         self._store = host_store(address, timeout_s)
         return int(self._store.port)
 
     def join(self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> None:
-        """Create the weight-sync group; rank 0 of the train ranks is its rank 0 and hosts the store."""
-        if self._rank != 0:
-            return
+        """Create this sender's weight-sync group, whose rank 0 it is and whose store it hosts."""
         from areal_mega.sync.group import create_group
 
-        self._group = create_group(
+        assert self.sends and self._store is not None, "a sender hosts its group's store first"
+        self.group = create_group(
             address=address, port=port, rank=0, world_size=world_size, name=name, backend=backend, timeout_s=timeout_s, store=self._store
         )
 
     def leave(self) -> None:
-        if self._group is not None:
+        if self.group is not None:
             from areal_mega.sync.group import destroy_group
 
-            destroy_group(self._group)
-            self._group = None
+            destroy_group(self.group)
+            self.group = None
 
-    def broadcast(self, version: int, timeout_s: float) -> SendReport | None:
-        """Send every bucket over the group, in plan order. Returns the report on rank 0, None elsewhere."""
+    # --- what has changed
+
+    def changed(self, version: int, base: int | None) -> list[str] | None:
+        """HF tensors of which this rank's part is not, bit for bit, what it was in version ``base``; None: that is not known.
+
+        Looks at this rank's own shards, so it costs no message. All ranks' answers together cover every tensor. The parts are
+        remembered as those of ``version``.
+        """
+        from areal_mega.sync.digest import tensor_digest
+
+        before = self._parts[1] if self._parts is not None and self._parts[0] == base else None
+        names: list[str] = []
+        now: dict[int, str] = {}
+        for number, (hf, part) in enumerate(self._gatherer.own_parts(self._dtype)):
+            now[number] = tensor_digest(part)
+            if before is not None and before[number] != now[number]:
+                names += hf
+        self._parts = version, now
+        return None if before is None else names
+
+    # --- out
+
+    def broadcast(self, version: int, timeout_s: float, only: Container[str] | None = None) -> SendReport | None:
+        """Send every bucket over the group, in plan order. Returns the report on senders, None elsewhere.
+
+        Args:
+            only: names of the tensors to send; None: all. The other ones must be as they were when this sender sent them last.
+        """
         import torch.distributed as dist
 
+        def send(flat: torch.Tensor) -> Callable[[], object]:
+            # NCCL works on a stream of its own that waits for the present one, gloo on a thread of its own: both return at once. The
+            # wait has a time-out, which makes it one of this thread, not of a stream: the buffer may then be written again.
+            work = dist.broadcast(flat, src=0, group=self.group, async_op=True)
+            assert work is not None
+            return lambda: work.wait(timedelta(seconds=timeout_s))
+
         clock = _Clock()
-        for bucket, flat in self._flat_buckets(clock):
-            with clock.transfer:
-                work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-                assert work is not None
-                # The buffer is reused by nobody before the send has ended.
-                work.wait(timedelta(seconds=timeout_s))
-            clock.nbytes += bucket.nbytes
+        self._loop(self._filled(clock, only), send, clock)
         return self._report(version, clock)
+
+    @staticmethod
+    def _plain(buckets: Iterator[Filled], send: Callable[[torch.Tensor], Callable[[], object]], clock: _Clock) -> None:
+        for bucket, flat in buckets:
+            wait = send(flat)
+            with clock.transfer:
+                wait()
+            clock.digest_of(bucket, flat)
+
+    @staticmethod
+    def _overlapped(buckets: Iterator[Filled], send: Callable[[torch.Tensor], Callable[[], object]], clock: _Clock) -> None:
+        """While a bucket travels its digests are computed and the next one is gathered. Two buckets exist at a time."""
+        wait: Callable[[], object] | None = None
+        for bucket, flat in buckets:
+            if wait is not None:
+                with clock.transfer:
+                    wait()
+            wait = send(flat)
+            clock.digest_of(bucket, flat)
+        if wait is not None:
+            with clock.transfer:
+                wait()
 
     def write(self, version: int, folder: Path, source: str) -> SendReport | None:
         """Disk transport: a whole HuggingFace folder in the servers' dtype, renamed into place when complete.
@@ -113,72 +165,63 @@ class WeightSender:
             source: model folder whose config and tokenizer are copied.
         """
         from areal_mega.models.hf_io import HFWriter
+        from areal_mega.sync.digest import tensor_digest
 
         clock = _Clock()
         with ExitStack() as stack:
-            writer = stack.enter_context(HFWriter(folder, self._specs, source=source)) if self._rank == 0 else None
-            for name, tensor in self._tensors(clock):
+            writer = stack.enter_context(HFWriter(folder, self._hf_specs, source=source)) if self.sends else None
+            for item in clock.gathered(self._gatherer.stream(self._dtype)):
                 assert writer is not None
+                name, tensor = item
+                with clock.digest:
+                    clock.digests[name] = tensor_digest(tensor)
                 with clock.transfer:
                     writer.write(name, tensor)
                 clock.nbytes += tensor.numel() * tensor.element_size()
         return self._report(version, clock)
 
-    def _tensors(self, clock: _Clock) -> Iterator[tuple[str, torch.Tensor]]:
-        """Drive the collective stream; yields on rank 0 only, and only after the tensor's digest is taken."""
-        from areal_mega.sync.digest import tensor_digest
-
-        stream = self._gatherer.stream(self._dtype)
-        while True:
-            with clock.gather:
-                item = next(stream, _END)
-            if item is _END:
-                return
-            if item is None:
-                continue
-            assert isinstance(item, tuple)
-            name, tensor = item
-            tensor = tensor.to(self._device)
-            with clock.digest:
-                clock.digests[name] = tensor_digest(tensor)
-            yield name, tensor
-
-    def _flat_buckets(self, clock: _Clock) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def _filled(self, clock: _Clock, only: Container[str] | None) -> Iterator[Filled]:
+        """Drive the collective stream; on a sender every bucket, assembled in one of two buffers in turn."""
         import torch
 
-        pending = iter(self.buckets)
-        bucket: Bucket | None = None
-        flat, offset, filled = torch.empty(0, dtype=torch.uint8), 0, 0
-        for name, tensor in self._tensors(clock):
-            if bucket is None:
-                bucket = next(pending)
-                flat, offset, filled = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device), 0, 0
+        plan = plan_buckets((spec for spec in self.specs if only is None or spec.name in only), self._bucket_bytes)
+        home = {name: number for number, bucket in enumerate(plan) for name in bucket.names}
+        largest = max((bucket.nbytes for bucket in plan), default=0)
+        buffers = [torch.empty(largest if self.sends else 0, dtype=torch.uint8, device=self._device) for _ in plan[:2]]
+        offset = 0
+
+        def place(tensor: HFTensor) -> torch.Tensor:
+            nonlocal offset
+            bucket, buffer = plan[home[tensor.name]], buffers[home[tensor.name] % 2]
+            offset = 0 if tensor.name == bucket.names[0] else offset
+            dtype: torch.dtype = getattr(torch, bucket.dtype)
+            start, offset = offset, offset + elements(tensor.shape) * dtype.itemsize
+            return buffer[start:offset].view(dtype).view(tensor.shape)
+
+        at, filled = 0, 0
+        for name, _ in clock.gathered(self._gatherer.stream(self._dtype, only=only, place=place)):
+            bucket = plan[at]
             assert bucket.names[filled] == name, f"gathered {name} where the plan has {bucket.names[filled]}"
-            raw = tensor.contiguous().view(-1).view(torch.uint8)
-            flat[offset : offset + raw.numel()].copy_(raw)
-            offset, filled = offset + raw.numel(), filled + 1
+            filled += 1
             if filled == len(bucket.names):
-                yield bucket, flat
-                bucket = None
-        assert bucket is None, "the last bucket was not filled"
-        assert self._rank != 0 or next(pending, None) is None, "buckets were left over"
+                yield bucket, buffers[at % 2][: bucket.nbytes]
+                at, filled = at + 1, 0
+        assert not self.sends or at == len(plan), "a bucket was not filled"
 
     def _report(self, version: int, clock: _Clock) -> SendReport | None:
-        if self._rank != 0:
+        if not self.sends:
             return None
-        from areal_mega.sync.digest import combine
-
+        self._digests |= clock.digests
+        assert self._digests.keys() == {spec.name for spec in self.specs}, "a tensor was never sent"
         return SendReport(
             version=version,
-            digest=combine(clock.digests),
+            digests=dict(self._digests),
             nbytes=clock.nbytes,
+            saved_bytes=sum(spec.nbytes for spec in self.specs) - clock.nbytes,
             gather_s=clock.gather.seconds,
             digest_s=clock.digest.seconds,
             transfer_s=clock.transfer.seconds,
         )
-
-
-_END = object()
 
 
 class _Span:
@@ -193,8 +236,36 @@ class _Span:
         self.seconds += time.perf_counter() - self._start
 
 
+@dataclass
 class _Clock:
-    def __init__(self) -> None:
-        self.gather, self.digest, self.transfer = _Span(), _Span(), _Span()
-        self.digests: dict[str, str] = {}
-        self.nbytes = 0
+    gather: _Span = field(default_factory=_Span)
+    digest: _Span = field(default_factory=_Span)
+    transfer: _Span = field(default_factory=_Span)
+    digests: dict[str, str] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def gathered(self, stream: Iterator[tuple[str, torch.Tensor] | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Drive a collective stream to its end; its items, where there are any."""
+        while True:
+            with self.gather:
+                item = next(stream, _END)
+            if item is _END:
+                return
+            if item is not None:
+                assert isinstance(item, tuple)
+                yield item
+
+    def digest_of(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Digests of a bucket's tensors, from the very bytes that travel."""
+        import torch
+
+        from areal_mega.sync.digest import tensor_digests
+
+        with self.digest:
+            dtype: torch.dtype = getattr(torch, bucket.dtype)
+            parts = flat.view(dtype).split([elements(shape) for shape in bucket.shapes])
+            self.digests |= tensor_digests({n: p.view(s) for n, p, s in zip(bucket.names, parts, bucket.shapes, strict=True)})
+        self.nbytes += bucket.nbytes
+
+
+_END = object()

@@ -20,13 +20,15 @@ from areal_mega.core.metrics import results
 from areal_mega.parallel.layout import RankLayout
 from areal_mega.parallel.strategy import parse
 from areal_mega.rollout.inference import Capabilities, ServerDigest, parse_version
+from areal_mega.sync.digest import combine
 
-BUCKETS = [
-    {"names": ["a", "b"], "shapes": [[2], [3]], "dtype": "float32"},
-    {"names": ["c"], "shapes": [[4]], "dtype": "bfloat16"},
-]
-REPORT = {"version": 0, "digest": "d", "nbytes": 28, "gather_s": 0.1, "digest_s": 0.2, "transfer_s": 0.3}
-
+SPECS = {
+    0: [{"name": "a", "shape": (2,), "dtype": "float32"}, {"name": "b", "shape": (3,), "dtype": "float32"}],
+    1: [{"name": "c", "shape": (4,), "dtype": "bfloat16"}, {"name": "d", "shape": (1,), "dtype": "float32"}],
+}
+"""What the sender of each pipeline stage sends."""
+DIGESTS = {name: name * 16 for name in "abcd"}
+TIMES = {"gather_s": 0.1, "digest_s": 0.2, "transfer_s": 0.3}
 PORT = 4711
 
 
@@ -51,22 +53,38 @@ class Peer:
 
 class FakeRank(Peer):
     peer: str
+    by_stage = True
+    changed: list[str] | None = None
 
     async def call(self, method: str, *, timeout_s: float, **kwargs: Any) -> Any:
         await self.do(method, **kwargs)
         if method == "sync_plan":
-            return BUCKETS
+            self.by_stage = kwargs["by_stage"]
+            return self.specs
         if method == "sync_host":
-            return PORT if self.name == "train rank 0" else 0
-        if self.name != "train rank 0" or method not in ("sync_broadcast", "sync_write"):
+            return PORT + self.rank if self.rank == kwargs["rank"] else 0
+        if method == "sync_changed":
+            return self.changed
+        if method not in ("sync_broadcast", "sync_write") or not self.specs:
             return None
         if method == "sync_write":
             os.makedirs(kwargs["folder"])
-        return {**REPORT, "version": kwargs["version"]}
+        digests = {spec["name"]: DIGESTS[spec["name"]] for spec in self.specs}
+        return {"version": kwargs["version"], "digests": digests, "nbytes": 20, "saved_bytes": 1, **TIMES}
+
+    @property
+    def specs(self) -> list[dict[str, Any]]:
+        if self.by_stage:
+            return SPECS[self.rank]
+        return [] if self.rank else SPECS[0] + SPECS[1]
+
+    @property
+    def rank(self) -> int:
+        return int(self.name[-1])
 
     @property
     def address(self) -> str:
-        return self.name
+        return f"10.0.0.{self.rank}:80"
 
 
 class FakeServer(Peer):
@@ -75,7 +93,7 @@ class FakeServer(Peer):
     def __init__(self, name: str, events: list[tuple[str, str]]) -> None:
         super().__init__(name, events)
         self.paused = False
-        self.digest = "d"
+        self.held = dict(DIGESTS)
         self.version: int | None = None
         self.reports: str | None = None
 
@@ -89,6 +107,9 @@ class FakeServer(Peer):
 
     async def init_group(self, **kwargs: Any) -> None:
         await self.do("init_group", **kwargs)
+
+    async def destroy_group(self, group_name: str) -> None:
+        await self.do("destroy_group", group_name=group_name)
 
     async def begin_update(self) -> None:
         await self.do("begin_update")
@@ -108,14 +129,11 @@ class FakeServer(Peer):
     async def digests(self) -> ServerDigest:
         await self.do("digests")
         assert self.version is not None
-        return ServerDigest(weight_version=self.version, combined=self.digest)
-
-    async def destroy_group(self, group_name: str) -> None:
-        await self.do("destroy_group", group_name=group_name)
+        return ServerDigest(weight_version=self.version, combined=combine(self.held), tensors=self.held)
 
     async def checksums(self) -> dict[str, str]:
         await self.do("checksums")
-        return {"0/qkv": self.digest, "0/norm": "same"}
+        return {"0/qkv": self.held["a"], "0/norm": "same"}
 
     async def weight_version(self) -> int:
         await self.do("weight_version")
@@ -126,7 +144,7 @@ class Cast:
     """Two train ranks, two servers, and the sync over them."""
 
     def __init__(
-        self, folder: Path, *, hf_digests: bool = True, checksums: bool = False, replica_size: int = 1, timeout_s: float = 20.0, **sync: Any
+        self, folder: Path, *, hf_digests: bool = True, replica_size: int = 1, timeout_s: float = 20.0, able: Any = None, **sync: Any
     ) -> None:
         self.events: list[tuple[str, str]] = []
         self.ranks = [FakeRank(f"train rank {rank}", self.events) for rank in range(2)]
@@ -136,13 +154,13 @@ class Cast:
         base = recipe(2, 1).model_dump() | {"sync": {"timeout_s": timeout_s, **sync}}
         whole = Recipe.model_validate(base)
         train = TrainController(self.ranks, RankLayout(parse("megatron:d2")), whole, algorithm_of(whole))  # type: ignore[arg-type]
-        able = Capabilities(
+        capabilities = Capabilities(
             engine="e", version="1", weight_version="0", max_context=None, update_sessions=True, version_spans=True,
-            hf_digests=hf_digests, routed_experts=False, checksums=checksums,
+            hf_digests=hf_digests, routed_experts=False, **(able or {}),
         )  # fmt: skip
         self.folder = folder / "weights"
         self.sync = WeightSync(
-            train, self.servers, [able, able], whole, replica_size=replica_size, backend="gloo", host="127.0.0.1", folder=self.folder  # type: ignore[arg-type]
+            train, self.servers, [capabilities] * 2, whole, replica_size=replica_size, backend="gloo", folder=self.folder  # type: ignore[arg-type]
         )  # fmt: skip
 
     async def push(self, version: int = 3) -> dict[str, float]:
@@ -163,36 +181,86 @@ def cast(tmp_path: Path) -> Iterator[Cast]:
     assert not cast.folder.exists() or not any(cast.folder.iterdir())
 
 
-async def test_the_group_is_one_train_rank_and_every_server_rank_in_order(tmp_path: Path) -> None:
+async def test_every_sender_has_a_group_with_every_server_rank_in_order(tmp_path: Path) -> None:
     cast = Cast(tmp_path, replica_size=4)
     await cast.sync.connect()
-    [join] = cast.ranks[0].arguments["sync_join"]
-    assert (join["world_size"], join["port"]) == (9, PORT)
-    joins = [server.arguments["init_group"][0] for server in cast.servers]
-    assert [j["rank_offset"] for j in joins] == [1, 5]
-    assert {(j["master_address"], j["master_port"], j["group_name"], j["world_size"]) for j in joins} == {
-        (join["address"], join["port"], join["name"], 9)
-    }
-    names = {join["name"]}
+    names = set()
+    for sender in range(2):
+        join = cast.ranks[sender].arguments["sync_join"][sender]
+        assert (join["rank"], join["address"], join["world_size"], join["port"]) == (sender, f"10.0.0.{sender}", 9, PORT + sender)
+        joins = [server.arguments["init_group"][sender] for server in cast.servers]
+        assert [j["rank_offset"] for j in joins] == [1, 5]
+        assert {(j["master_address"], j["master_port"], j["group_name"], j["world_size"]) for j in joins} == {
+            (join["address"], join["port"], join["name"], 9)
+        }
+        names.add(join["name"])
     await cast.sync.connect()
-    names.add(cast.servers[0].arguments["init_group"][1]["group_name"])
-    assert len(names) == 2  # a group of another membership never has the name of an earlier one
+    names |= {join["group_name"] for join in cast.servers[0].arguments["init_group"]}
+    assert len(names) == 4  # a group of another membership never has the name of an earlier one
+
+
+async def test_a_server_that_knows_one_group_hears_one_sender(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, able={"several_groups": False})
+    await cast.push()
+    assert len(cast.servers[0].arguments["init_group"]) == 1
+    assert [update["names"] for update in cast.servers[0].arguments["update_bucket"]] == [["a", "b"], ["c"], ["d"]]
 
 
 async def test_a_sync_in_order(cast: Cast) -> None:
     measured = await cast.push()
+    groups = [join["name"] for join in cast.ranks[0].arguments["sync_join"]]
     for server in cast.servers:
-        assert cast.of(server.name) == ["pause", "begin_update", "update_bucket", "update_bucket", "end_update", "digests", "resume"]
-        first, last = server.arguments["update_bucket"]
+        assert cast.of(server.name) == ["pause", "begin_update", *["update_bucket"] * 3, "end_update", "digests", "resume"]
+        first, second, last = server.arguments["update_bucket"]
         assert (first["names"], first["dtypes"], first["shapes"]) == (["a", "b"], ["float32", "float32"], [[2], [3]])
-        assert (last["names"], last["dtypes"]) == (["c"], ["bfloat16"])
-        assert (first["version"], last["version"]) == (None, 3)  # stamped when the weights are whole
-        assert (first["flush_cache"], last["flush_cache"]) == (False, True)
+        assert (second["names"], second["dtypes"], last["names"]) == (["c"], ["bfloat16"], ["d"])
+        assert [update["group_name"] for update in (first, second, last)] == [groups[0], groups[1], groups[1]]
+        assert (first["version"], second["version"], last["version"]) == (None, None, 3)  # stamped when the weights are whole
+        assert (first["flush_cache"], second["flush_cache"], last["flush_cache"]) == (False, False, True)
     assert [cast.of(rank.name) for rank in cast.ranks] == [["sync_broadcast"]] * 2
     order = [method for _, method in cast.events]
     assert order.index("begin_update") > max(i for i, method in enumerate(order) if method == "pause")
     assert order.index("resume") > max(i for i, method in enumerate(order) if method == "digests")
-    assert (measured["sync/bytes"], measured["sync/gather_s"], measured["sync/version"]) == (28, 0.1, 3)
+    assert (measured["sync/bytes"], measured["sync/saved_bytes"], measured["sync/gather_s"], measured["sync/version"]) == (40, 2, 0.1, 3)
+    parts = [measured[f"sync/{name}_s"] for name in ("pause", "send", "verify", "resume")]
+    assert measured["sync/paused_s"] == pytest.approx(sum(parts))
+    assert measured["time/sync"] == pytest.approx(sum(parts) + measured["sync/prepare_s"])
+
+
+async def test_servers_that_prove_what_they_hold_get_what_has_changed(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, able={"partial_updates": True})
+    cast.ranks[1].changed = ["c"]
+
+    async def sent(version: int) -> tuple[Any, list[list[str]]]:
+        before = len(cast.servers[0].arguments.get("update_bucket", []))
+        await cast.sync.push(version)
+        updates = cast.servers[0].arguments["update_bucket"][before:]
+        assert updates[-1]["version"] == version
+        assert {tuple(rank.arguments["sync_broadcast"][-1]["only"] or ()) for rank in cast.ranks} == {
+            tuple(name for update in updates for name in update["names"]) if cast.ranks[0].changed is not None else ()
+        }
+        return cast.ranks[0].arguments["sync_changed"][-1]["base"], [update["names"] for update in updates]
+
+    everything = [["a", "b"], ["c"], ["d"]]
+    await cast.sync.connect()
+    assert await sent(0) == (None, everything)  # rank 0 does not know: nothing was sent before
+    cast.ranks[0].changed = []
+    assert await sent(1) == (0, [["c"]])
+    cast.ranks[1].changed = []
+    assert await sent(2) == (1, [["d"]])  # the version travels with something
+    # A server that was started again holds nobody knows what; the train ranks must not compare with anything.
+    cast.sync.lose(1)
+    assert await sent(3) == (2, [["d"]])
+    cast.sync.admit(1)
+    cast.ranks[0].changed = None
+    assert await sent(4) == (None, everything)
+
+
+async def test_servers_that_prove_nothing_get_everything(cast: Cast) -> None:
+    await cast.push(0)
+    await cast.sync.push(1)
+    assert "sync_changed" not in cast.ranks[0].arguments
+    assert [broadcast["only"] for broadcast in cast.ranks[0].arguments["sync_broadcast"]] == [None, None]
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
@@ -272,9 +340,12 @@ async def test_a_cancelled_sync_resumes(cast: Cast, where: str) -> None:
         await work
 
 
-async def test_another_digest_is_a_mismatch(cast: Cast) -> None:
-    cast.servers[1].digest = "x"
-    with pytest.raises(SyncMismatch, match="server rank 1 holds weights of digest x, the trainer sent d"):
+async def test_other_weights_are_a_mismatch_that_names_server_and_tensors(cast: Cast) -> None:
+    cast.servers[1].held |= {"b": "x", "c": "y"}
+    with pytest.raises(SyncMismatch, match=r"^server rank 1 holds other weights than the trainer sent: 2 of 4 tensors differ: b, c$"):
+        await cast.push()
+    cast.servers[1].held = DIGESTS | {"e": "x"}
+    with pytest.raises(SyncMismatch, match=r"1 of 4 tensors differ: e \(never sent\)$"):
         await cast.push()
 
 
@@ -312,7 +383,7 @@ async def test_the_deadline_names_who_is_missing_and_who_is_silent(tmp_path: Pat
 
 
 async def test_a_lost_server_is_left_out_and_let_in_again(tmp_path: Path) -> None:
-    """Every membership has a group of its own, under a name of its own."""
+    """Every membership has groups of its own, under names of their own: here two, one per sender."""
     cast = Cast(tmp_path, replica_size=2)
     await cast.push(1)
     cast.servers[0].version = None  # another process, with no weights of the trainer's
@@ -320,7 +391,7 @@ async def test_a_lost_server_is_left_out_and_let_in_again(tmp_path: Path) -> Non
     cast.events.clear()
     await cast.sync.push(2)
     assert cast.of("server rank 0") == [] and cast.servers[1].version == 2 and cast.sync.members == (1,)
-    assert cast.of("server rank 1")[:2] == ["destroy_group", "init_group"] and "sync_leave" in cast.of("train rank 0")
+    assert cast.of("server rank 1")[:4] == ["destroy_group"] * 2 + ["init_group"] * 2 and "sync_leave" in cast.of("train rank 0")
     [*_, join] = cast.servers[1].arguments["init_group"]
     assert (join["rank_offset"], join["world_size"]) == (1, 3)
     cast.sync.admit(0)
@@ -331,17 +402,17 @@ async def test_a_lost_server_is_left_out_and_let_in_again(tmp_path: Path) -> Non
     joins = [server.arguments["init_group"][-1] for server in cast.servers]
     assert [(join["rank_offset"], join["world_size"]) for join in joins] == [(1, 5), (3, 5)]
     names = [join["group_name"] for join in cast.servers[1].arguments["init_group"]]
-    assert len(set(names)) == 3 and names[-1] == joins[0]["group_name"]
+    assert len(set(names)) == 6 and names[-1] == joins[0]["group_name"]
     cast.events.clear()
     await cast.sync.push(3)
     assert "init_group" not in cast.of("server rank 1"), "the same membership keeps its group"
 
 
 async def test_replicas_without_digests_are_held_against_each_other(tmp_path: Path) -> None:
-    cast = Cast(tmp_path, hf_digests=False, checksums=True)
+    cast = Cast(tmp_path, hf_digests=False, able={"checksums": True})
     await cast.push()
     assert "checksums" in cast.of("server rank 0") and "digests" not in cast.of("server rank 0")
-    cast.servers[1].digest = "other"
+    cast.servers[1].held["a"] = "x"
     with pytest.raises(SyncMismatch, match="server rank 1 holds other weights than server rank 0: 1 of 2 differ, first 0/qkv"):
         await cast.push()
     assert not any(server.paused for server in cast.servers)

@@ -33,7 +33,7 @@ class Mailbox:
         self._rank, self._boxes = rank, boxes
 
     def send(self, buffer: Tensor, to: int) -> _Done:
-        self._boxes.setdefault((self._rank, to), deque()).append(buffer)
+        self._boxes.setdefault((self._rank, to), deque()).append(buffer.clone())  # the sender may reuse it
         return _Done()
 
     def receive(self, buffer: Tensor, source: int) -> _Done:
