@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import FAMILIES, SPARSE, tiny_config
 
-from areal_mega.sync.plan import ITEM_BYTES, Bucket, elements, plan_buckets
+from areal_mega.models.registry import family_for
+from areal_mega.sync.plan import ITEM_BYTES, Bucket, WireSpec, elements, plan_buckets, total_order, with_fused
+
+FUSED_BY_SERVERS = [
+    {"q_proj", "k_proj", "v_proj"},
+    {"gate_proj", "up_proj"},
+    {"w1", "w3"},
+    {"q_a_proj", "kv_a_proj_with_mqa"},
+]
+
+
+@lru_cache
+def wire_specs(family: str) -> list[WireSpec]:
+    """All tensors of a tiny model of the family, as they would be sent."""
+    hf = json.loads(tiny_config(family).to_json_string(use_diff=False))
+    params = family_for(hf).table(hf).exported
+    return [WireSpec(t.name, t.shape, "float32" if p.fp32 else "bfloat16") for p in params for t in p.hf]
 
 
 @dataclass(frozen=True)
@@ -98,3 +118,52 @@ def test_projections_of_two_layers_are_two_groups() -> None:
         ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
         ("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"),
     ]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *SPARSE])
+@given(max_bytes=st.integers(1, 60_000))
+@settings(max_examples=25)
+def test_what_servers_fuse_stays_together_in_every_family(family: str, max_bytes: int) -> None:
+    """Against names written down by hand: the projections of one attention, gate and up of one MLP, both down-projections of MLA."""
+    specs = wire_specs(family)
+    buckets = plan_buckets(specs, max_bytes)
+    home = {name: number for number, bucket in enumerate(buckets) for name in bucket.names}
+    assert list(home) == [spec.name for spec in specs]
+    fused: dict[str, set[str]] = {}
+    for name in home:
+        module, _, part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")
+        kind = name.rpartition(".")[2]
+        for number, parts in enumerate(FUSED_BY_SERVERS):
+            if part in parts:
+                fused.setdefault(f"{module} {number} {kind}", set()).add(name)
+    assert any(len(names) > 1 for names in fused.values())
+    for names in fused.values():
+        assert len({home[name] for name in names}) == 1, names
+    sizes = {spec.name: spec.nbytes for spec in specs}
+    for bucket in buckets:
+        if bucket.nbytes > max_bytes and len(bucket.names) > 1:  # what is too large travels alone: nothing of another module with it
+            assert len({name.rsplit(".", 2)[0] for name in bucket.names}) == 1
+            assert set(bucket.names) <= {name for names in fused.values() for name in names}
+        assert bucket.nbytes == sum(sizes[name] for name in bucket.names)
+
+
+@given(models(), models(), st.integers(1, 400))
+def test_total_order(first: list[Spec], second: list[Spec], max_bytes: int) -> None:
+    plans = [plan_buckets(first, max_bytes), (), plan_buckets(second, max_bytes)]
+    order = total_order(plans)
+    for sender, plan in enumerate(plans):
+        assert tuple(bucket for number, bucket in order if number == sender) == plan, "a sender's own buckets keep their order"
+    turns = [sender for sender, _ in order][: 2 * min(len(plans[0]), len(plans[2]))]
+    assert turns == [0, 2] * (len(turns) // 2), "senders take turns while both have something to send"
+
+
+@given(models(), st.data())
+def test_fused_tensors_travel_together_or_not_at_all(specs: list[Spec], data: st.DataObject) -> None:
+    names = data.draw(st.sets(st.sampled_from([spec.name for spec in specs])))
+    closed = with_fused(names, specs)
+    assert names <= closed
+    for name in closed - names:
+        assert fused_module(name) is not None and any(fused_module(other) == fused_module(name) for other in names)
+    for spec in specs:
+        if spec.name not in closed and (module := fused_module(spec.name)) is not None:
+            assert all(fused_module(other) != module for other in closed)
