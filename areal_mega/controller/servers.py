@@ -115,7 +115,8 @@ class ServerKeeper:
             if isinstance(death, UserError) or self.restarts >= self._allowed:
                 raise death
             self.restarts += 1
-            self._say(f"{str(death).splitlines()[0]} it is started again ({self.restarts} of {self._allowed})")
+            what = str(death).partition("; its last lines")[0]
+            self._say(f"{what}; it is started again ({self.restarts} of {self._allowed})")
             self._sync.lose(rank)
             self._healthy.discard(rank)
             if rank in self._starting:
