@@ -34,7 +34,7 @@ mkdir -p "$root"
 echo "== client, sync, pauses, aborts, log-probabilities, routed experts"
 AREAL_MEGA_SGLANG_ENV="$env" timeout 1500 .venv/bin/python -m pytest -q --timeout 900 -k '[sglang' tests/rollout/test_inference_server.py
 echo "== GRPO"
-timeout 1900 .venv/bin/python scripts/sglang/compare_grpo.py --python "$env/bin/python" --root "$PWD/$root"
+timeout 3100 .venv/bin/python scripts/sglang/compare_grpo.py --python "$env/bin/python" --root "$PWD/$root"
 echo "== a killed server"
 timeout 1000 .venv/bin/python scripts/sglang/check_restart.py --python "$env/bin/python" --root "$PWD/$root"
 echo "all passed"

@@ -29,7 +29,7 @@ SERVER_ARGS = [
 ]
 SETTINGS: dict[str, Any] = {
     "run.overlap": False,
-    "warmup.steps": 600,
+    "warmup.steps": 400,
     "train.strategy": "megatron:d1",
     "train.batch_size": 32,
     "train.microbatch_tokens": 4096,
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--python", required=True, help="interpreter of the environment that holds SGLang")
     parser.add_argument("--root", type=Path, required=True, help="where the runs go")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="of each run")
+    parser.add_argument("--timeout-s", type=float, default=1500.0, help="of each run")
     options = parser.parse_args()
     common = SETTINGS | {"run.steps": options.steps}
     sglang = {"rollout.strategy": "sglang:d1", "rollout.python": options.python, "rollout.server_args": SERVER_ARGS}
