@@ -12,8 +12,8 @@ from areal_mega.core.errors import UserError
 from areal_mega.models.hf_config import load_hf_config
 from areal_mega.models.hf_io import HFSource, resolve_folder
 from areal_mega.models.registry import family_for
-from areal_mega.serving.arch import Arch, read_arch
-from areal_mega.serving.weights import Weights, empty_weights, load_all
+from areal_mega.serving.arch import Arch, parameters, read_arch
+from areal_mega.serving.weights import Weights, load_all
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -46,7 +46,7 @@ def load_weights(path: str, dtype: str) -> tuple[Weights, dict[str, Any]]:
     """
     hf = load_hf_config(path)
     arch = read_arch(hf)
-    weights = empty_weights(arch, choose_dtype(dtype, hf))
+    weights = Weights(arch, choose_dtype(dtype, hf), parameters(hf))
     fill_from(weights, path, hf)
     return weights, hf
 

@@ -1,13 +1,16 @@
 """The running batch: one row per sequence, its state in arrays, so that a step costs no Python per row.
 
 Rows ``[0, decoding)`` hold sequences whose next token comes from one new token; at most one more row, the last, holds a prompt that is
-being computed in several steps. Removing a row moves another into the gap, cache included.
+being computed in several steps. Removing a row moves another into the gap, cache included. Rows that decode are sorted by length when
+padding has become dear; all grow alike, so the order lasts until rows come or go.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
+from areal_mega.serving.attention import length_class
 from areal_mega.serving.kv import KVCache
 from areal_mega.serving.sampling import RowSampling
 from areal_mega.serving.sequence import Sequence
@@ -112,6 +115,21 @@ class Rows:
         moved = self.sequences[source]
         self.sequences[target], moved.row = moved, target
         self.kv.copy_row(source, target, int(self.lengths[source]))
+
+    def sort(self) -> None:
+        """Bring decoding rows into classes of length, longest first, moving only those that stand in another class's place."""
+        classes = length_class(self.lengths[: self.decoding] + 1)
+        places = -np.sort(-classes)
+        targets = np.flatnonzero(classes != places)
+        sources = targets[np.argsort(-classes[targets], kind="stable")]
+        if not len(targets):
+            return
+        for column in self._columns():
+            column[targets] = column[sources]
+        moved = [self.sequences[i] for i in sources]
+        for row, sequence in zip(targets.tolist(), moved, strict=True):
+            self.sequences[row], sequence.row = sequence, row
+        self.kv.permute(torch.from_numpy(sources), torch.from_numpy(targets), int(self.lengths[targets].max()))
 
     def sampling(self, rows: np.ndarray) -> RowSampling:
         return RowSampling(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK = 256
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -46,7 +47,7 @@ def sample(logits_rv: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor, Tensor
     """Draw a token for every row.
 
     Args:
-        logits_rv: float32 [rows, vocab].
+        logits_rv: [rows, vocab], of any float type; computed with in float32.
 
     Returns:
         tokens int64 [rows]; their log-probabilities float32 [rows]; log-probabilities of all tokens, [rows, vocab]. These are
@@ -54,7 +55,7 @@ def sample(logits_rv: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor, Tensor
     """
     greedy = rows.temperature == 0.0
     scale = np.where(greedy, 1.0, rows.temperature).astype(np.float32)
-    scaled = logits_rv if (scale == 1.0).all() else logits_rv / torch.from_numpy(scale)[:, None]
+    scaled = logits_rv.float() if (scale == 1.0).all() else logits_rv / torch.from_numpy(scale)[:, None]
     logprobs_rv = torch.log_softmax(scaled, -1)
     if greedy.all():
         tokens = logits_rv.argmax(-1)
@@ -66,16 +67,30 @@ def sample(logits_rv: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor, Tensor
 
 
 def _draw(logprobs_rv: Tensor, rows: RowSampling) -> Tensor:
-    """Inverse transform sampling: the first token whose cumulated probability exceeds the row's uniform number."""
-    probabilities = logprobs_rv.exp()
-    limited = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
-    if limited.any():
-        where = torch.from_numpy(np.flatnonzero(limited))
-        probabilities[where] = _limit(probabilities[where], rows, np.flatnonzero(limited))
+    """Inverse transform sampling: the first token whose cumulated probability exceeds the row's uniform number.
+
+    In two steps, over blocks of tokens and then within one, so that the whole vocabulary is summed (fast) and only a part cumulated.
+    """
+    count, vocab = logprobs_rv.shape
+    blocks = -(-vocab // _BLOCK)
+    probabilities = torch.empty(count, blocks * _BLOCK)
+    torch.exp(logprobs_rv, out=probabilities[:, :vocab])
+    probabilities[:, vocab:] = 0.0
+    limited = np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0))
+    if len(limited):
+        where = torch.from_numpy(limited)
+        probabilities[where] = _limit(probabilities[where], rows, limited)
     # Double precision, or the tail of a large vocabulary would never be drawn.
-    cumulated = probabilities.cumsum(-1, dtype=torch.float64)
-    draw = torch.from_numpy(uniforms(rows.seed, rows.position))[:, None] * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, draw, right=True).squeeze(1).clamp_(max=probabilities.shape[1] - 1)
+    blocked = probabilities.view(count, blocks, _BLOCK)
+    ends = blocked.sum(-1).cumsum(-1, dtype=torch.float64)
+    draw = torch.from_numpy(uniforms(rows.seed, rows.position))[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, draw, right=True).clamp_(max=blocks - 1)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = blocked.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    within = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64), draw - before, right=True)
+    # The block's sum in single precision may exceed its cumulated end by a rounding: then it is the last token with a probability.
+    last = _BLOCK - 1 - (inside.flip(-1) > 0).to(torch.uint8).argmax(-1, keepdim=True)
+    return (block * _BLOCK + torch.minimum(within, last)).squeeze(1)
 
 
 def _limit(probabilities: Tensor, rows: RowSampling, where: np.ndarray) -> Tensor:

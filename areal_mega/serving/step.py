@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from areal_mega.serving.admission import Candidate, Pick, admit
-from areal_mega.serving.attention import Fill, StepAttention
+from areal_mega.serving.attention import Fill, StepAttention, wasted
 from areal_mega.serving.sampling import sample
 from areal_mega.serving.sequence import Sequence
 
 if TYPE_CHECKING:
     from areal_mega.serving.engine import Engine
 
+_SORT_ABOVE = 0.3
+"""Rows are sorted when so large a part of attention's work is padding."""
 _LOOKAHEAD = 512
 """Waiting sequences looked at in one step."""
 
@@ -34,6 +36,8 @@ class StepRunner:
         """Returns sequences that somebody should be told of: finished, or streaming."""
         engine, rows = self._engine, self._engine.rows
         self._make_room()
+        if wasted(rows.lengths[: rows.decoding] + 1, rows.kv.arch.kv_heads) > _SORT_ABOVE:
+            rows.sort()
         before = rows.decoding
         fills, followers = self._fills(admit)
         if before == 0 and not fills:
@@ -175,7 +179,7 @@ class StepRunner:
         low, high = max(fill.start, first, first + len(sequence.prompt_logprobs) - 1), min(fill.start + fill.count, len(prompt) - 1)
         if high <= low:
             return
-        logits = self._engine.model.logits(hidden[low - fill.start : high - fill.start])
+        logits = self._engine.model.logits(hidden[low - fill.start : high - fill.start]).float()
         targets = torch.from_numpy(prompt[low + 1 : high + 1])[:, None]
         sequence.prompt_logprobs += torch.log_softmax(logits, -1).gather(1, targets).squeeze(1).tolist()
 

@@ -134,7 +134,7 @@ class Updater:
         self._engine.holding = True  # until the session ends: the rest of the weights is still of the old version
         for name, tensor in zip(bucket.names, tensors, strict=True):
             weights.load(name, tensor)
-        weights.refresh()
+        weights.refresh(bucket.names)
         self._engine.weights_changed(bucket.version)
         self._flush(bucket.flush)
         return _done("Succeeded to update parameter online.", bucket.version)

@@ -1,62 +1,67 @@
-"""The server's parameters: fused for speed, addressed by HuggingFace names.
+"""The server's parameters, made from the trainer's parameter table: fused for speed, addressed by HuggingFace names.
 
-Every HF tensor is a view into a fused parameter, so loading a tensor is one copy and a digest reads what the model really computes with.
+Every HF tensor is a view into a parameter. Loading a tensor is one copy, a digest reads the views, and what is derived from parameters
+(packed layouts) is made again after every load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from areal_mega.core.errors import UserError
 from areal_mega.serving.arch import Arch
+from areal_mega.serving.linear import Linear
 from areal_mega.sync.digest import combine, tensor_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-@dataclass(slots=True)
-class Layer:
-    """One layer. Shapes: h hidden, q = (heads + 2 kv_heads) head_dim, i intermediate, E experts."""
-
-    input_norm: Tensor
-    qkv: Tensor
-    """[q, h]: query rows, then key, then value."""
-    qkv_bias: Tensor | None
-    qk_norm: Tensor | None
-    """[heads + kv_heads, head_dim]: the query's norm weight for every head, then the key's. Derived; see ``refresh``."""
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Tensor
-    o_bias: Tensor | None
-    post_norm: Tensor
-    gate_up: Tensor
-    """[2 i, h], or [E, 2 i, h] in a sparse layer."""
-    gate_up_bias: Tensor | None
-    down: Tensor
-    """[h, i], or [E, h, i] in a sparse layer."""
-    down_bias: Tensor | None
-    router: Tensor | None
+    from areal_mega.models.table import Param
 
 
-@dataclass(slots=True)
 class Weights:
-    """All parameters of a model. ``hf`` maps every HuggingFace name to a view of them."""
+    """All parameters of a model. ``hf`` maps every HuggingFace name to a view of them. Parameters are NaN until loaded.
 
-    arch: Arch
-    dtype: torch.dtype
-    embedding: Tensor
-    head: Tensor
-    final_norm: Tensor
-    layers: list[Layer]
-    hf: dict[str, Tensor] = field(default_factory=dict)
+    Args:
+        parameters: entries of the family's table. Several HF tensors of one entry (query, key, value; gate, up) stand one after the other.
+    """
+
+    def __init__(self, arch: Arch, dtype: torch.dtype, parameters: Iterable[Param]) -> None:
+        self.arch, self.dtype = arch, dtype
+        self.hf: dict[str, Tensor] = {}
+        self._parameters: dict[tuple[int | None, int | None, str], Tensor] = {}
+        self._names: dict[tuple[int | None, int | None, str], tuple[str, ...]] = {}
+        self._derived: dict[str, list[Callable[[], None]]] = {}
+        for param in parameters:
+            rows = [shape[0] for shape in param.shapes]
+            kind = torch.float32 if param.fp32 else dtype
+            tensor = torch.full((sum(rows), *param.shapes[0][1:]), float("nan"), dtype=kind)
+            key = (param.layer, param.expert, param.role)
+            self._parameters[key], self._names[key] = tensor, tuple(t.name for t in param.hf)
+            self.hf.update(zip(self._names[key], tensor.split(rows), strict=True))
+
+    def get(self, role: str, layer: int | None = None, expert: int | None = None) -> Tensor | None:
+        return self._parameters.get((layer, expert, role))
+
+    def need(self, role: str, layer: int | None = None, expert: int | None = None) -> Tensor:
+        return self._parameters[layer, expert, role]
+
+    def linear(self, role: str, layer: int | None = None, expert: int | None = None) -> Linear:
+        """The product with ``role.weight`` and, where there is one, ``role.bias``; packed by every ``refresh``."""
+        made = Linear(self.need(f"{role}.weight", layer, expert), self.get(f"{role}.bias", layer, expert))
+        self.derive(made.pack, f"{role}.weight", layer, expert)
+        return made
+
+    def derive(self, make: Callable[[], None], role: str, layer: int | None = None, expert: int | None = None) -> None:
+        """Call ``make`` whenever the parameter has changed."""
+        for name in self._names[layer, expert, role]:
+            self._derived.setdefault(name, []).append(make)
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """Copy one HF tensor in, casting to the server's dtype.
+        """Copy one HF tensor in, casting to the server's dtype; ``refresh`` must follow.
 
         Raises:
             UserError: unknown name, or another shape than the model has.
@@ -70,97 +75,17 @@ class Weights:
         if tuple(self.hf[name].shape) != shape:
             raise UserError(f"tensor {name!r} has shape {list(shape)}, the model has {list(self.hf[name].shape)}")
 
-    def refresh(self) -> None:
-        """Recompute what is derived from parameters; call after any load."""
-        heads, kv_heads = self.arch.heads, self.arch.kv_heads
-        for layer in self.layers:
-            if layer.q_norm is not None and layer.k_norm is not None:
-                layer.qk_norm = torch.cat([layer.q_norm.expand(heads, -1), layer.k_norm.expand(kv_heads, -1)])
+    def refresh(self, names: Iterable[str] | None = None) -> None:
+        """Make again what is derived from these HF tensors (None: from all); call after any load."""
+        makers = [make for name in (self._derived if names is None else names) for make in self._derived.get(name, ())]
+        for make in dict.fromkeys(makers):
+            make()
 
     def digests(self) -> dict[str, str]:
         return tensor_digests(self.hf)
 
     def digest(self) -> str:
         return combine(self.digests())
-
-
-def empty_weights(arch: Arch, dtype: torch.dtype) -> Weights:
-    """Parameters of NaN: whatever is not loaded shows."""
-
-    def make(*shape: int) -> Tensor:
-        return torch.full(shape, float("nan"), dtype=dtype)
-
-    embedding = make(arch.vocab, arch.hidden)
-    head = embedding if arch.tied else make(arch.vocab, arch.hidden)
-    weights = Weights(arch, dtype, embedding, head, make(arch.hidden), [])
-    names: dict[str, Tensor] = {"model.embed_tokens.weight": embedding}
-    for index in range(arch.layers):
-        layer, views = _layer(arch, index, make)
-        weights.layers.append(layer)
-        names.update({f"model.layers.{index}.{name}": view for name, view in views.items()})
-    names["model.norm.weight"] = weights.final_norm
-    if not arch.tied:
-        names["lm_head.weight"] = head
-    weights.hf = names
-    return weights
-
-
-def _layer(arch: Arch, index: int, make: Callable[..., Tensor]) -> tuple[Layer, dict[str, Tensor]]:
-    h, d, sparse = arch.hidden, arch.head_dim, arch.is_sparse(index)
-    rows = [arch.heads * d, arch.kv_heads * d, arch.kv_heads * d]
-    qkv, o = make(sum(rows), h), make(h, arch.heads * d)
-    qkv_bias = make(sum(rows)) if arch.qkv_bias else None
-    o_bias = make(h) if arch.o_bias else None
-    q_norm, k_norm = (make(d), make(d)) if arch.qk_norm else (None, None)
-    views: dict[str, Tensor] = {"input_layernorm.weight": make(h), "post_attention_layernorm.weight": make(h)}
-    for name, part in zip("qkv", qkv.split(rows), strict=True):
-        views[f"self_attn.{name}_proj.weight"] = part
-    if qkv_bias is not None:
-        for name, part in zip("qkv", qkv_bias.split(rows), strict=True):
-            views[f"self_attn.{name}_proj.bias"] = part
-    views["self_attn.o_proj.weight"] = o
-    if o_bias is not None:
-        views["self_attn.o_proj.bias"] = o_bias
-    if q_norm is not None and k_norm is not None:
-        views["self_attn.q_norm.weight"], views["self_attn.k_norm.weight"] = q_norm, k_norm
-    mlp, mlp_views = (_sparse_mlp if sparse else _dense_mlp)(arch, make)
-    views.update(mlp_views)
-    layer = Layer(
-        input_norm=views["input_layernorm.weight"],
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        qk_norm=None,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        o=o,
-        o_bias=o_bias,
-        post_norm=views["post_attention_layernorm.weight"],
-        **mlp,
-    )
-    return layer, views
-
-
-def _dense_mlp(arch: Arch, make: Callable[..., Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    h, i = arch.hidden, arch.intermediate
-    gate_up, down = make(2 * i, h), make(h, i)
-    views = {"mlp.gate_proj.weight": gate_up[:i], "mlp.up_proj.weight": gate_up[i:], "mlp.down_proj.weight": down}
-    gate_up_bias = down_bias = None
-    if arch.mlp_bias:
-        gate_up_bias, down_bias = make(2 * i), make(h)
-        views |= {"mlp.gate_proj.bias": gate_up_bias[:i], "mlp.up_proj.bias": gate_up_bias[i:], "mlp.down_proj.bias": down_bias}
-    return {"gate_up": gate_up, "gate_up_bias": gate_up_bias, "down": down, "down_bias": down_bias, "router": None}, views
-
-
-def _sparse_mlp(arch: Arch, make: Callable[..., Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    assert arch.experts is not None
-    h, i, count = arch.hidden, arch.experts.hidden, arch.experts.count
-    gate_up, down, router = make(count, 2 * i, h), make(count, h, i), make(count, h)
-    views = {"mlp.gate.weight": router}
-    for e in range(count):
-        views[f"mlp.experts.{e}.gate_proj.weight"] = gate_up[e, :i]
-        views[f"mlp.experts.{e}.up_proj.weight"] = gate_up[e, i:]
-        views[f"mlp.experts.{e}.down_proj.weight"] = down[e]
-    return {"gate_up": gate_up, "gate_up_bias": None, "down": down, "down_bias": None, "router": router}, views
 
 
 def load_all(weights: Weights, tensors: Iterable[tuple[str, Tensor]], *, source: str, ignorable: frozenset[str] = frozenset()) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from engines import Driven, Judge, sequence
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, SPARSE, tiny_model
 
 from areal_mega.serving.sequence import Sequence, Wanted
 
-VARIANTS: dict[str, tuple[str, dict[str, object]]] = {family: (family, {}) for family in FAMILIES} | {
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {family: (family, {}) for family in (*FAMILIES, *SPARSE)} | {
     "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     "llama-3.1-rope": (
         "llama",
@@ -29,6 +29,10 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {family: (family, {}) for f
         },
     ),
     "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    "llama-yarn": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}},
+    ),
     "qwen3-one-head": ("qwen3", {"num_key_value_heads": 1}),
     "qwen3_moe-mixed": ("qwen3_moe", {"mlp_only_layers": [0], "norm_topk_prob": False, "num_experts_per_tok": 3}),
 }
