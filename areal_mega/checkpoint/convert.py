@@ -56,9 +56,9 @@ class Silent:
 
 
 def default_workers() -> int:
-    """Threads that read at once."""
+    """Threads that read and write at once: more than CPUs, for most of them wait, for storage or for their turn to write to a file."""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, mine + 2)
+    return min(16, mine + 6)
 
 
 # --- from HuggingFace

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 def keep_freed_memory() -> None:
@@ -19,6 +19,7 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, 32 * 1024**2)  # the largest that glibc takes
         libc.mallopt(_M_TRIM_THRESHOLD, 1024**3)
+        libc.mallopt(_M_ARENA_MAX, 1)  # threads reuse what others freed: a third less memory, and fewer pages to clear
 
 
 IN_FLIGHT = 256 * 1024**2

@@ -26,7 +26,7 @@ class Dtype(StrEnum):
 
 
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the weights; keep: as stored. Parameters that must stay fp32 stay so.")]
-WorkersOption = Annotated[int | None, typer.Option(min=1, help="Threads that read and write at once. [default: CPUs + 2, at most 8]")]
+WorkersOption = Annotated[int | None, typer.Option(min=1, help="Threads that read and write at once. [default: CPUs + 6, at most 16]")]
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 app = typer.Typer(help="Convert between HuggingFace folders and checkpoints, and verify.", no_args_is_help=True, rich_markup_mode=None)
