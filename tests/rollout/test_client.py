@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 from served import served
@@ -211,11 +214,51 @@ async def test_a_server_that_hangs_is_a_deadline() -> None:
 
 async def test_a_server_that_is_not_there() -> None:
     client = InferenceClient("http://127.0.0.1:9", timeout_s=2, retries=0)
-    with pytest.raises(ServerFault, match="connection failed"):
+    with pytest.raises(ServerFault, match="connection failed") as caught:
         await client.generate([REQUEST])
+    assert caught.value.is_unreachable
     with pytest.raises(DeadlineExceeded, match=r"http://127.0.0.1:9 was not healthy within 0.5 s; last: .*connection failed"):
         await client.wait_healthy(0.5)
     await client.close()
+
+
+def experts(*rows: int) -> str:
+    """Base64 as servers send it: one row of four numbers per given one."""
+    return base64.b64encode(np.array([[row] * 4 for row in rows], dtype="<i4").tobytes()).decode()
+
+
+async def test_routed_experts_of_an_interrupted_sample_are_joined() -> None:
+    """Each answer brings the rows that are still missing; a sample that has more of them than another has them cut off."""
+    script = [
+        always(one([5, 6], "abort", routed_experts=experts(0, 1, 2)), one([], "abort")),
+        always(one([7, 8], routed_experts=experts(90, 91, 92, 3, 4)), one([5, 6, 7, 8], routed_experts=experts(0, 1, 2, 3, 4))),
+    ]
+    request = replace(REQUEST, routed_experts=True)
+    async with scripted(*script) as (server, client):
+        generations = await client.generate([request, request])
+    assert [b["routed_experts_start_len"] for b in server.bodies] == [0, 0] and server.bodies[0]["return_routed_experts"] is True
+    for generation in generations:
+        assert generation.routed_experts is not None and generation.routed_experts[:, 0].tolist() == [0, 1, 2, 3, 4]
+    script = [always(one([5, 6], "abort", routed_experts=experts(0, 1, 2))), always(one([7, 8], routed_experts=experts(3, 4)))]
+    async with scripted(*script) as (server, client):
+        [generation] = await client.generate([request])
+    assert server.bodies[1]["routed_experts_start_len"] == 3
+    assert generation.routed_experts is not None and generation.routed_experts[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("encoded", "message"),
+    [
+        (None, "--enable-return-routed-experts"),
+        ("no base64!", "cannot be decoded"),
+        (experts(0, 1, 2), "12 routed experts for 5 positions"),
+        ("", "0 routed experts for 5"),
+    ],
+)
+async def test_routed_experts_that_cannot_be_right(encoded: str | None, message: str) -> None:
+    async with scripted(always(one([5, 6, 7, 8], routed_experts=encoded))) as (_, client):
+        with pytest.raises(ServerFault, match=message):
+            await client.generate([replace(REQUEST, routed_experts=True)])
 
 
 async def test_servers_without_spans_give_the_older_version() -> None:
