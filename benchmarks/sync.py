@@ -3,9 +3,13 @@
     python benchmarks/sync.py [--mb 300] [--servers 1] [--bucket-mb 64] [--rounds 5] [--layout dense|moe ...]
 
 Real train ranks (gloo) of a random model and real embedded servers, each a process of its own, driven by the controller's own
-``WeightSync``. Every round is one sync, measured from before the pause to after the resume, and one raw broadcast: the same bytes, in
-buckets of the same sizes, through the same groups, from the same ranks to the same servers, which throw them away. Prints bytes/s of both,
-the ratio (goal: 0.8), and where a sync's time goes. Then the same with the plain loop, and without digests on the sender.
+``WeightSync``. Every round is one raw broadcast and three syncs of all weights: overlapped, plain, and overlapped without the senders'
+digests. The raw broadcast takes the same bytes, in buckets of the same sizes, through the same groups, from the same ranks to the same
+servers, which throw them away. Prints medians: bytes/s of all of them, the ratio to the raw broadcast (goal: 0.8), the senders' digests in
+per cent of the raw broadcast (goal: 2), and where a sync's time goes.
+
+On a machine with fewer cores than processes everything shares them: gathering, digests and loading then slow the broadcast down, however
+well they overlap with it.
 """
 
 from __future__ import annotations
@@ -92,8 +96,10 @@ def train_rank(rank: int, world_size: int, folder: str, recipe: Any, store_port:
     from areal_mega.megatron.platform import detect
     from areal_mega.megatron.worker import METHODS, TrainWorker
     from areal_mega.rpc.rank_server import RankServer
+    from areal_mega.sync import sender
 
     log_to(Path(folder) / f"train-{rank}.log")
+    DIGEST_OF.append(sender._Clock.digest_of)
     platform = detect("cpu")
     store = dist.TCPStore(HOST, store_port, world_size, is_master=False)
     platform.init_process_group(store=store, rank=rank, world_size=world_size, timeout_s=120)
@@ -107,6 +113,7 @@ def train_rank(rank: int, world_size: int, folder: str, recipe: Any, store_port:
         server.register(method, getattr(worker, method))
     server.register("raw", lambda: raw_send(worker._sending))
     server.register("nudge", lambda: nudge(engine))
+    server.register("mode", lambda overlap, digests: set_mode(worker._sending, overlap, digests))
     out.put((rank, server.start(HOST)))
     server.serve_forever()
 
@@ -115,6 +122,21 @@ def nudge(engine: Any) -> None:
     """Change every tensor a little, as a training step does."""
     for tensor in engine.named_shards().values():
         tensor.detach().mul_(1.01)
+
+
+def set_mode(sending: Any, overlap: bool, digests: bool) -> None:
+    """How the next syncs are sent. Without digests the ones of the last sync are reported."""
+    from areal_mega.sync import sender
+
+    sending._loop = sending._overlapped if overlap else sending._plain
+    sender._Clock.digest_of = DIGEST_OF[0] if digests else count_bytes  # type: ignore[method-assign]
+
+
+DIGEST_OF: list[Any] = []
+
+
+def count_bytes(clock: Any, bucket: Any, flat: Any) -> None:
+    clock.nbytes += bucket.nbytes
 
 
 def raw_send(sender: Any) -> float:
@@ -253,28 +275,52 @@ async def measure(args: argparse.Namespace, layout: str, folder: str) -> None:
         await rounds(args, layout, strategy, sync, train, servers)
 
 
+MODES = {"overlapped": (True, True), "plain": (False, True), "no digests": (True, False)}
+
+
 async def rounds(args: argparse.Namespace, layout: str, strategy: str, sync: Any, train: Any, servers: Sequence[Any]) -> None:
     from areal_mega.core.metrics import results
 
-    measured: list[dict[str, float]] = []
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
     raws: list[float] = []
-    for version in range(args.rounds + 1):
-        await train.call("nudge")
-        measured.append(dict(results(await sync.push(version))))
-        raws.append(await raw_round(sync, train, servers))
-    measured, raws = measured[1:], raws[1:]  # the first pays for buffers and connections
-    size, raw = measured[0]["sync/bytes"], statistics.median(raws)
-    print(
-        f"{layout}: {strategy}, {size / 1e6:.0f} MB to {len(servers)} server(s) in {len(order_of(sync))} buckets, "
-        f"{len(sync._groups)} sender(s)"
-    )
-    print(f"  raw broadcast {size / raw / 1e9:.2f} GB/s ({raw * 1e3:.0f} ms)")
-    for name in ("sync/send_s", "sync/paused_s"):
-        seconds = statistics.median(each[name] for each in measured)
-        print(f"  {name:16} {size / seconds / 1e9:.2f} GB/s ({seconds * 1e3:.0f} ms), ratio {raw / seconds:.2f}")
-    split = {name: statistics.median(each[name] for each in measured) for name in measured[0] if name.endswith("_s")}
-    assert all(each["sync/saved_bytes"] == 0 for each in measured)
-    print("  " + ", ".join(f"{name.removeprefix('sync/')} {seconds * 1e3:.0f} ms" for name, seconds in split.items()), flush=True)
+    verify, version = sync._verify, 0
+    for turn in range(args.rounds + 1):
+        for name, (overlap, digests) in MODES.items():
+            await train.call("nudge")
+            await train.call("mode", overlap=overlap, digests=digests)
+            sync._verify = verify if digests else nothing
+            one = dict(results(await sync.push(version)))
+            assert one["sync/saved_bytes"] == 0
+            version += 1
+            if turn:  # the first round pays for buffers and connections
+                measured[name].append(one)
+        raw = await raw_round(sync, train, servers)
+        raws += [raw] * (turn > 0)
+    show(f"{layout}: {strategy}, {len(sync._groups)} sender(s), {len(servers)} server(s), {len(order_of(sync))} buckets", measured, raws)
+
+
+async def nothing(version: int, digests: Any) -> None:
+    """In place of the verification, where the digests are old ones."""
+
+
+def show(title: str, measured: dict[str, list[dict[str, float]]], raws: list[float]) -> None:
+    size, raw = measured["overlapped"][0]["sync/bytes"], statistics.median(raws)
+
+    def median(mode: str, metric: str) -> float:
+        return statistics.median(each[metric] for each in measured[mode])
+
+    print(f"{title}, {size / 1e6:.0f} MB, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+    print(f"  raw broadcast      {size / raw / 1e9:5.2f} GB/s  {raw * 1e3:5.0f} ms")
+    for mode in MODES:
+        send, paused = median(mode, "sync/send_s"), median(mode, "sync/paused_s")
+        print(
+            f"  {mode:17}  {size / send / 1e9:5.2f} GB/s  {send * 1e3:5.0f} ms  ratio {raw / send:.2f}"
+            f"{'' if raw / send >= GOAL else ' (misses the goal)'}; pause to resume {paused * 1e3:.0f} ms, ratio {raw / paused:.2f}"
+        )
+    digest, exposed = median("overlapped", "sync/digest_s"), median("overlapped", "sync/send_s") - median("no digests", "sync/send_s")
+    print(f"  senders' digests: {digest / raw:.0%} of the raw broadcast, {exposed / raw:.0%} seen in the sync's length")
+    names = ("prepare", "pause", "gather", "digest", "transfer", "load", "verify", "resume")
+    print("  overlapped: " + ", ".join(f"{name} {median('overlapped', f'sync/{name}_s') * 1e3:.0f}" for name in names) + " ms", flush=True)
 
 
 def order_of(sync: Any) -> list[tuple[str, Any]]:

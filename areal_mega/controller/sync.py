@@ -296,6 +296,11 @@ class WeightSync:
             _, pending = await asyncio.wait(tasks.values(), timeout=self._section.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             for task in tasks.values():
                 if task.done() and (error := task.exception()) is not None:
+                    # Whoever dies takes the others' collectives along, and one of those may be the first to say so.
+                    if silent := await self._silent(list(tasks)):
+                        raise RunFailed(
+                            f"weight sync: {', '.join(silent)} did not answer a health check after {doing} failed: {error}"
+                        ) from error
                     raise error
             if pending:
                 missing = [who for who, task in tasks.items() if task in pending]
