@@ -112,7 +112,7 @@ def measure(verb: str, a: Path, b: Path, workers: int | None) -> dict[str, float
 
 def settle(source: Path) -> None:
     """The same beginning for both: the input read, the disk idle."""
-    os.sync()
+    subprocess.run(["sync", "-f", source], check=True)
     for path in sorted(source.rglob("*")):
         if path.is_file():
             with path.open("rb", buffering=0) as file:

@@ -273,6 +273,7 @@ class HFWriter:
             self._place |= {name: (file, len(header) + offset) for name, offset in offsets.items()}
             self._sizes[file] = len(header) + sum(spec.nbytes for spec in shard)
         self._open: dict[str, int] = {}
+        self._turns = {file: threading.Lock() for file in self._headers}
 
     def __enter__(self) -> HFWriter:
         if not self._keep:
@@ -306,7 +307,8 @@ class HFWriter:
             if not self._left[name]:
                 del self._left[name]
         file, offset = self._place[name]
-        with _disk(self.aside / file):
+        # The kernel lets one thread at a time write to a file, and the others spin on a core each; here they sleep.
+        with self._turns[file], _disk(self.aside / file):
             write_full(self._open[file], content, offset + start * row)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
