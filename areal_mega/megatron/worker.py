@@ -23,13 +23,13 @@ from areal_mega.algorithms.registry import Algorithm
 from areal_mega.algorithms.supervised import sft_loss
 from areal_mega.config.schema import Recipe
 from areal_mega.core.metrics import Metrics, merge
-from areal_mega.core.types import RTensor, Sample
+from areal_mega.core.types import Sample
 from areal_mega.data.stream import PromptStream
 from areal_mega.data.supervised import supervised_example
 from areal_mega.megatron.engine import MegatronEngine, ModelName, UpdateResult
 from areal_mega.megatron.packing import PackedBatch, unpack
 from areal_mega.parallel.balance import Microbatches, plan_microbatches
-from areal_mega.rpc.client import RpcClient
+from areal_mega.rpc.fetch import Fetcher
 from areal_mega.sync import GRACE_S
 from areal_mega.sync.plan import bucket_bytes
 from areal_mega.sync.sender import SendReport, WeightSender
@@ -85,8 +85,7 @@ class TrainWorker:
 
     def __init__(self, engine: MegatronEngine, recipe: Recipe, algorithm: Algorithm, runner: AsyncRunner, token: str) -> None:
         self._engine, self._recipe, self._algorithm = engine, recipe, algorithm
-        self._runner, self._token = runner, token
-        self._owners: dict[str, RpcClient] = {}
+        self._runner, self._fetcher = runner, Fetcher(token)
         self._step: _Step | None = None
         self._warmup: _Warmup | None = None
         self._sender: WeightSender | None = None
@@ -251,18 +250,11 @@ class TrainWorker:
         return self._sender
 
     def _fetch(self, samples: Mapping[int, Sample]) -> dict[int, dict[str, np.ndarray]]:
-        wanted: dict[str, list[tuple[int, str, RTensor]]] = defaultdict(list)
-        for i, sample in samples.items():
-            for name, handle in sample.tensors.items():
-                wanted[handle.owner].append((i, name, handle))
+        handles = {(i, name): handle for i, sample in samples.items() for name, handle in sample.tensors.items()}
         timeout_s = self._recipe.launch.rpc_timeout_s
         arrays: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
-        for owner, handles in wanted.items():
-            client = self._owners.setdefault(owner, RpcClient(owner, self._token, peer=f"rollout worker at {owner}"))
-            call = client.call("fetch", keys=[handle.key for _, _, handle in handles], timeout_s=timeout_s)
-            for (i, name, handle), array in zip(handles, self._runner.run(call, timeout_s=timeout_s), strict=True):
-                assert array.shape == handle.shape, f"{handle.key} is {array.shape} where the handle says {handle.shape}"
-                arrays[i][name] = array
+        for (i, name), array in self._runner.run(self._fetcher.fetch(handles, timeout_s=timeout_s), timeout_s=timeout_s).items():
+            arrays[i][name] = array
         return arrays
 
     def _attach(self, name: str, model: ModelName) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,7 @@ class TrajectoryStore:
             self._arrays |= keyed
             self._nbytes += size
         return {
-            name: RTensor(owner=self.owner, key=f"{prefix}/{name}", shape=array.shape, dtype=str(array.dtype), nbytes=array.nbytes)
+            name: RTensor(owner=self.owner, key=f"{prefix}/{name}", shape=array.shape, dtype=_name(array.dtype), nbytes=array.nbytes)
             for name, array in arrays.items()
         }
 
@@ -139,6 +140,12 @@ class TrajectoryStore:
                 entries[key] = _Spilled(file, offset, array.shape, array.dtype, array.nbytes)
                 offset += array.nbytes
         self._spilled |= entries
+
+
+@lru_cache
+def _name(dtype: np.dtype) -> str:
+    """numpy takes microseconds to say it, and there are few."""
+    return str(dtype)
 
 
 def _mapped(entry: _Spilled, maps: dict[Path, np.ndarray]) -> np.ndarray:

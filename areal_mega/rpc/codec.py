@@ -23,6 +23,9 @@ _ARRAY, _SCALAR, _DATACLASS, _TUPLE, _BIG_INT = 1, 2, 3, 4, 5
 _PLAIN_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
 _MAX_DEPTH = 64
 """Deepest nesting of extension types. Each level is one Python call, so the bound keeps a hostile body from overflowing the stack."""
+_TOP_BUFFER = 256 * 1024
+_ALIGN = 16
+"""Bytes: where an array's data begins within its value, so that a view of them is aligned for every dtype."""
 _MAX_EXT_BYTES = 2**32 - 1
 """msgpack's own bound for one extension value."""
 
@@ -60,7 +63,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(body: bytes | bytearray | memoryview) -> Any:
-    """The value that ``encode`` made these bytes from. Arrays are fresh, writable and aligned.
+    """The value that ``encode`` made these bytes from. Arrays are read-only views of what was received, aligned.
 
     Raises:
         CodecError: the bytes are not a body, name an unknown data class, or give it other fields than it has.
@@ -75,7 +78,15 @@ def _pack(value: Any, depth: int) -> bytes:
         return _to_ext(item, lambda inner: _pack(inner, depth + 1))
 
     try:
-        packed = msgpack.packb(value, default=default, strict_types=True, use_bin_type=True, unicode_errors="surrogatepass")
+        # Its buffer grows as needed; a large one for every small part of a value would cost more than the packing.
+        packer = msgpack.Packer(
+            default=default,
+            strict_types=True,
+            use_bin_type=True,
+            unicode_errors="surrogatepass",
+            buf_size=_TOP_BUFFER if not depth else 512,
+        )
+        packed = packer.pack(value)
     except CodecError:
         raise
     except (TypeError, ValueError) as error:  # msgpack's own limits: nesting, lengths, integers
@@ -86,8 +97,8 @@ def _pack(value: Any, depth: int) -> bytes:
 
 def _to_ext(item: Any, pack: Callable[[Any], bytes]) -> msgpack.ExtType:
     cls = type(item)
-    if cls in _fields:
-        return _ext(_DATACLASS, pack([cls.__name__, {name: getattr(item, name) for name in _fields[cls]}]))
+    if (fields := _fields.get(cls)) is not None:
+        return _ext(_DATACLASS, pack([cls.__name__, {name: getattr(item, name) for name in fields}]))
     if cls is tuple:
         return _ext(_TUPLE, pack(list(item)))
     if cls is int:  # only those beyond 64 bits come here
@@ -103,9 +114,10 @@ def _array_ext(code: int, array: np.ndarray, pack: Callable[[Any], bytes]) -> ms
     if not _PLAIN_DTYPE.fullmatch(array.dtype.str):
         raise CodecError(f"cannot encode an array of dtype {array.dtype}: only bool, int, uint, float and complex travel")
     head = pack([array.dtype.str, list(array.shape)])
+    start = 2 + len(head)
     # ascontiguousarray would turn 0-d into 1-d; the shape is already in the head. A view as bytes spares one copy of large arrays.
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
-    return _ext(code, b"".join((len(head).to_bytes(2, "big"), head, raw)))
+    return _ext(code, b"".join((len(head).to_bytes(2, "big"), head, b"\0" * (-start % _ALIGN), raw)))
 
 
 def _ext(code: int, payload: bytes) -> msgpack.ExtType:
@@ -183,12 +195,10 @@ def _array(payload: bytes, unpack: Callable[[Any], Any]) -> np.ndarray:
         dtype = np.dtype(dtype_text)
     except TypeError as error:
         raise CodecError(f"not a valid body: an array of dtype {dtype_text!r}") from error
-    raw = memoryview(payload)[split:]
+    raw = memoryview(payload)[split + -split % _ALIGN :]
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise CodecError(f"not a valid body: {len(raw)} bytes for an array of dtype {dtype} and shape {shape}")
     try:
-        array = np.empty(shape, dtype)
+        return np.frombuffer(raw, dtype).reshape(shape) if len(raw) else np.empty(shape, dtype)
     except ValueError as error:  # more dimensions, or a larger zero-size shape, than numpy has
         raise CodecError(f"not a valid body: an array of shape {shape}: {error}") from error
-    array.reshape(-1).view(np.uint8)[:] = np.frombuffer(raw, np.uint8)
-    return array
