@@ -1,7 +1,7 @@
 """A training step of our engine against a plain transformers + torch step: the same weights, samples, loss, dtype and cores, in one run.
 
-Each side is a process of its own and both hold their model all the time; steps alternate between them. A step is forward, backward, clipping
-and AdamW over packed micro-batches of ragged samples, of which only the answers are trained. Printed: tokens/s (median over steps, real
+Each side is a process of its own and both hold their model all the time; steps alternate between them. A step is forward, backward,
+clipping and AdamW over micro-batches of ragged samples, of which only the answers are trained. Printed: tokens/s (median over steps, real
 tokens alone), their ratio, peak resident memory, and the losses and gradient norms of both, which must agree or the run fails.
 
 The other side is written as one would write it well without a framework: ``AutoModelForCausalLM`` with SDPA, logits of trained tokens only,

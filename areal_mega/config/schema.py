@@ -32,8 +32,11 @@ class RunSection(Section):
     root: str = leaf("runs", "Directory that holds run directories; on a cluster, a shared file system")
     seed: NonNegativeInt = leaf(1, "Seeds weights made at random, prompt order, and every sample (hashed with prompt, epoch, member)")
     steps: PositiveInt = leaf(help="Train steps after warm-up", unit="steps")
-    overlap: bool = leaf(True, "Generate while training, and gather weights while others travel (the overlapped loops); false runs the plain ones")
+    overlap: bool = leaf(
+        True, "Generate while training, and gather weights while others travel (the overlapped loops); false runs the plain ones"
+    )
     overwrite: bool = leaf(False, "Replace an existing run directory of this name instead of refusing it")
+    resume: bool = leaf(False, "Go on with an existing run of this name from its newest recover checkpoint; a new run where there is none")
 
 
 class ModelSection(Section):
@@ -85,12 +88,14 @@ class RolloutSection(Section):
     request_timeout_s: PositiveFloat = leaf(600.0, "One generation request", "s")
     request_retries: NonNegativeInt = leaf(2, "Times a failed request is sent again before the attempt at its prompt has failed")
     prompt_timeout_s: PositiveFloat = leaf(3600.0, "One episode (all turns and rewards of one prompt); it is then ended as failed", "s")
-    prompt_attempts: PositiveInt = leaf(2, "Times a prompt is tried, elsewhere where possible; then it is poisoned: never tried again", "attempts")
+    prompt_attempts: PositiveInt = leaf(
+        2, "Times a prompt is tried, elsewhere where possible; then it is poisoned: never tried again", "attempts"
+    )
     max_poisoned_prompts: NonNegativeInt = leaf(100, "A run with more poisoned prompts ends", "prompts")
     store_mb: PositiveFloat = leaf(4096.0, "Trajectories a rollout worker keeps in memory; more go to files in the run directory", "MiB")
     dtype: Literal["bf16", "fp32"] = leaf("bf16", "Parameters and activations of the inference server, and of weights sent to it")
     server_args: list[str] = leaf([], "Passed to the inference server's command line verbatim")
-    python: str | None = leaf(None, "Interpreter of the environment that holds SGLang; none: this one")
+    python: str | None = leaf(None, "Interpreter of the environment that holds SGLang or vLLM; none: this one")
 
 
 class StalenessSection(Section):
@@ -111,6 +116,18 @@ class OptimizerSection(Section):
     eps: PositiveFloat = leaf(1e-8, "Adam's epsilon")
     clip_grad: NonNegativeFloat = leaf(1.0, "Global gradient norm is clipped to this; 0 is off")
     distributed: bool = leaf(True, "Shard the optimizer's state over data-parallel ranks")
+    overlap: bool = leaf(False, "Reduce gradients over data-parallel ranks while the backward pass runs (GPUs)")
+
+
+class FP8Section(Section):
+    """FP8 matrix products of Transformer Engine; weights and everything else stay as model.dtype bf16 has them."""
+
+    format: Literal["off", "e4m3", "hybrid"] = leaf(
+        "off", "Number format of FP8 matrix products (GPUs with Transformer Engine); hybrid: E4M3 forward, E5M2 for gradients"
+    )
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = leaf(
+        "delayed", "Scaling of FP8 tensors, as Transformer Engine names it; blockwise needs Hopper, mxfp8 Blackwell"
+    )
 
 
 class TrainSection(Section):
@@ -120,6 +137,10 @@ class TrainSection(Section):
     microbatch_tokens: PositiveInt = leaf(4096, "Token budget of one packed micro-batch on one data-parallel rank", "tokens")
     recompute: Literal["none", "selective", "full"] = leaf("none", "Recompute activations in the backward pass")
     optimizer: OptimizerSection = section(OptimizerSection)
+    fp8: FP8Section = section(FP8Section)
+    nccl_config: str | None = leaf(
+        None, "YAML of Megatron-Core's NCCL options per communicator, e.g. `dp_cp: {is_high_priority_stream: true, max_ctas: 16}` (GPUs)"
+    )
 
 
 class RouterSection(Section):
@@ -134,6 +155,13 @@ class RouterSection(Section):
     dispatcher: Literal["alltoall", "allgather"] = leaf(
         "alltoall",
         "How tokens reach experts of other ranks: each to its own, or every token to every rank, with micro-batches padded to one length",
+    )
+    capacity_factor: PositiveFloat | None = leaf(
+        None,
+        "An expert takes at most this many times its even share of a micro-batch's tokens on a rank; the rest skip it. None: no dropping",
+    )
+    drop_policy: Literal["probs", "position"] = leaf(
+        "probs", "Under capacity_factor, which tokens an expert keeps: those it was chosen for with the highest probability, or the first"
     )
 
 
@@ -192,6 +220,13 @@ class EvalSection(Section):
 class CheckpointSection(Section):
     export_every_steps: NonNegativeInt = leaf(0, "HuggingFace export to <run>/export/step-N; 0 is off", "steps")
     export_at_end: bool = leaf(True, "HuggingFace export to <run>/export/final")
+    keep_exports: PositiveInt | None = leaf(
+        None, "Newest exports of the schedule that are kept, besides the best by evaluation; none: all", "exports"
+    )
+    recover_every_steps: NonNegativeInt = leaf(0, "Recover checkpoint of the whole run, to go on from; 0 is off", "steps")
+    keep: PositiveInt = leaf(2, "Newest recover checkpoints that are kept", "checkpoints")
+    keep_every_steps: NonNegativeInt = leaf(0, "Recover checkpoints of every so many steps are kept for good; 0: none", "steps")
+    recover_root: str | None = leaf(None, "Folder for recover checkpoints, as <folder>/<run.name>; none: <run>/recover")
 
 
 class ObserveSection(Section):
@@ -247,6 +282,9 @@ class LaunchSection(Section):
         1800.0, "Longest single call to a worker (one train step of one rank), and longest time without any finished episode", "s"
     )
     shutdown_timeout_s: PositiveFloat = leaf(20.0, "Processes that ignore SIGTERM are killed after", "s")
+    restarts: NonNegativeInt = leaf(
+        0, "Times a run that failed (not by a user's mistake) starts again by itself from its newest recover checkpoint", "restarts"
+    )
     server_restarts: NonNegativeInt = leaf(
         2, "Dead inference servers are started again so often, all together; 0: a death ends the run", "restarts"
     )

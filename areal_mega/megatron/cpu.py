@@ -56,13 +56,18 @@ def _enter(stack: ExitStack) -> None:
     moe_utils = sys.modules["megatron.core.transformer.moe.moe_utils"]
     for module in (dispatcher, moe_utils):
         _replace(stack, module, "maybe_move_tensor_to_cpu", _to_host)
-    from areal_mega.megatron import uneven
+    from areal_mega.megatron import kernels, uneven
     from areal_mega.megatron.rotary import apply_rotary
 
     mappings = sys.modules["megatron.core.tensor_parallel.mappings"]
     _replace(stack, mappings, "_gather_along_first_dim", uneven.gather(vars(mappings)["_gather_along_first_dim"]))
     _replace(stack, mappings, "_reduce_scatter_along_first_dim", uneven.reduce_scatter(vars(mappings)["_reduce_scatter_along_first_dim"]))
 
+    layers = sys.modules["megatron.core.tensor_parallel.layers"]
+    _replace(stack, layers, "fused_weight_gradient_mlp_cuda", kernels.WeightGradients("weight_gradients"))
+    _replace(stack, layers, "_grad_accum_fusion_available", True)
+    _replace(stack, layers, "F", kernels.Functional("functional"))
+    _replace(stack, sys.modules["megatron.core.transformer.mlp"], "bias_swiglu_impl", kernels.bias_swiglu)
     for name in ("attention", "multi_latent_attention"):
         _replace(stack, sys.modules[f"megatron.core.transformer.{name}"], "apply_rotary_pos_emb", apply_rotary)
 

@@ -26,6 +26,7 @@ from areal_mega.algorithms.measure import Measured, to_metrics
 from areal_mega.config.schema import ModelSection, RouterSection, TrainSection
 from areal_mega.core.errors import UserError
 from areal_mega.core.metrics import Metrics
+from areal_mega.megatron.gpu import check_gpu_settings, token_multiple
 from areal_mega.megatron.microbatch import MicroBatch, TokenLogProbs, equal_lengths
 from areal_mega.megatron.model import (
     DTYPES,
@@ -91,7 +92,7 @@ class MegatronEngine:
         platform: Platform,
     ) -> None:
         self.rank, self.platform, self.model_path, self.train_section = rank, platform, model_path, train
-        self._total_steps, self._updates = total_steps, 0
+        self._total_steps, self.updates = total_steps, 0
         self._router_section, self._dtype = router, DTYPES[model.dtype]
         self.layout = RankLayout(parse(train.strategy))
         self.strategy = self.layout.strategy
@@ -100,18 +101,22 @@ class MegatronEngine:
         self.hf_config = load_hf_config(model_path)
         self.family = family_for(self.hf_config)
         check_fit(self.family, self.hf_config, self.strategy)
+        check_gpu_settings(train, self._dtype, platform)
         self.naming = TRANSFORMER_ENGINE if platform.transformer_engine else LOCAL
         with ExitStack() as undo:
             undo.enter_context(platform.activate())
-            undo.callback(release_groups, initialize_groups(self.strategy))
+            undo.callback(release_groups, initialize_groups(self.strategy, train.nccl_config))
             model_parallel_cuda_manual_seed(seed)
             self._config, chunks = self._build()
             # Set when the modules have their own copies of the config: a copy would copy this engine.
             self._config.moe_grad_scale_func = self._router_loss_scale
             self._router_scale = 1.0
-            self._chunks = wrap_for_training(self._config, chunks, train.optimizer.distributed)
+            self._chunks = wrap_for_training(self._config, chunks, train.optimizer)
             experts = self._config.num_moe_experts
-            self._expert_load = ExpertLoad(chunks, experts, router.expert_bias_update_rate, platform.device) if experts else None
+            self._expert_load: ExpertLoad | None = None
+            if experts:
+                rate, has_capacity = router.expert_bias_update_rate, router.capacity_factor is not None
+                self._expert_load = ExpertLoad(chunks, experts, rate, platform.device, has_capacity=has_capacity)
             self._reference: list[nn.Module] | None = None
             self.optimizer = Optimizer(train.optimizer, self._chunks, self._dtype)
             self.load_hf(model_path)
@@ -135,7 +140,7 @@ class MegatronEngine:
     def pack(self, samples: Sequence[Mapping[str, np.ndarray]], indices: Sequence[int]) -> PackedBatch:
         """Pack with the padding that this strategy needs."""
         multiple = self.strategy.sequence_multiple
-        return pack(samples, indices, self.strategy.tp * multiple, multiple)
+        return pack(samples, indices, self.strategy.tp * multiple * token_multiple(self.train_section.fp8), multiple)
 
     # --- weights
 
@@ -248,9 +253,9 @@ class MegatronEngine:
         """
         measured = self.compute_gradients(batches, loss_fn, temperature)
         if lr_override is None:
-            counted = self._updates // self.train_section.minibatches
+            counted = self.updates // self.train_section.minibatches
             lr = learning_rate(counted if step is None else step, self.train_section.optimizer, self._total_steps)
-            self._updates += 1
+            self.updates += 1
         else:
             lr = lr_override
         outcome = self.optimizer.step(lr)

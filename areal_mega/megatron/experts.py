@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
+
+from areal_mega.megatron.kernels import gated_experts
 
 
 class LocalExperts(SequentialMLP):
@@ -21,17 +22,15 @@ class LocalExperts(SequentialMLP):
         """[tokens, hidden] sorted by local expert, [local experts], [tokens] -> ([tokens, hidden], None)."""
         if not self._is_plain():
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        counts = tokens_per_expert.tolist()
-        tokens = torch.split(permuted_local_hidden_states, counts)
-        gated = []
-        for expert, tokens_nh in zip(self.local_experts, tokens, strict=True):
-            gate, up = F.linear(tokens_nh, expert.linear_fc1.weight).chunk(2, dim=-1)
-            gated.append(F.silu(gate) * up)
-        weighted = torch.cat(gated) * permuted_probs.unsqueeze(-1).to(gated[0].dtype)
-        outputs = [
-            F.linear(part, expert.linear_fc2.weight) for expert, part in zip(self.local_experts, torch.split(weighted, counts), strict=True)
-        ]
-        return torch.cat(outputs), None
+        experts = self.local_experts
+        output = gated_experts(
+            permuted_local_hidden_states,
+            permuted_probs,
+            tokens_per_expert.tolist(),
+            [expert.linear_fc1.weight for expert in experts],
+            [expert.linear_fc2.weight for expert in experts],
+        )
+        return output, None
 
     def _is_plain(self) -> bool:
         c = self.config

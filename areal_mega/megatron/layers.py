@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from areal_mega.megatron.kernels import rms_norm
 from areal_mega.megatron.packing import unzigzag_index, zigzag_index
 
 
@@ -27,7 +28,7 @@ class RMSNorm(nn.Module):
         _mark(self.weight, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

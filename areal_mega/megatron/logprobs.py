@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens from hidden states, with the vocabulary split over tensor-parallel ranks.
 
-Logits exist for a bounded number of tokens at a time and for this rank's vocabulary rows alone; the backward pass computes them again.
-Ranks exchange three numbers per token.
+Logits exist for a bounded number of tokens at a time and for this rank's vocabulary rows alone; the backward pass computes them again,
+unless they are few enough to keep. Ranks exchange three numbers per token.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal_mega.megatron.kernels import accumulate, on_cpu
+
 CHUNK_BYTES = 64 * 1024**2
 """fp32 logits that exist at once."""
+KEEP_BYTES = 256 * 1024**2
+"""fp32 logits of a whole micro-batch that are kept for the backward pass: a matrix product less."""
 
 
 def vocab_parallel_logprobs(
@@ -27,6 +31,7 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     group: dist.ProcessGroup | None,
     chunk_bytes: int = CHUNK_BYTES,
+    keep_bytes: int = KEEP_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of that distribution.
 
@@ -46,8 +51,9 @@ def vocab_parallel_logprobs(
     rows = max(0, min(weight_vh.shape[0], vocab_size - vocab_start))
     size = 1 if group is None else group.size()
     chunk = max(1, chunk_bytes // (4 * max(1, weight_vh.shape[0])))
+    keep = torch.is_grad_enabled() and 4 * hidden_th.shape[0] * weight_vh.shape[0] <= keep_bytes
     result: tuple[Tensor, Tensor] = _LogProbs.apply(
-        hidden_th, weight_vh[:rows], targets_t - vocab_start, temperature, group if size > 1 else None, chunk
+        hidden_th, weight_vh, rows, targets_t - vocab_start, temperature, group if size > 1 else None, chunk, keep
     )
     return result
 
@@ -55,9 +61,18 @@ def vocab_parallel_logprobs(
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_th: Tensor, weight_vh: Tensor, local_t: Tensor, temperature: float, group: dist.ProcessGroup | None, chunk: int
+        ctx: Any,
+        hidden_th: Tensor,
+        weight_vh: Tensor,
+        rows: int,
+        local_t: Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        tokens = hidden_th.shape[0]
+        ctx.save_for_backward(hidden_th, weight_vh, local_t)
+        weight_vh, tokens, kept = weight_vh[:rows], hidden_th.shape[0], []
         logsumexp_t, logprob_t, entropy_t = (hidden_th.new_empty(tokens, dtype=torch.float32) for _ in range(3))
         for part in _parts(tokens, chunk):
             logits_tv = _logits(hidden_th[part], weight_vh, temperature)
@@ -72,7 +87,8 @@ class _LogProbs(torch.autograd.Function):
             logits_tv -= highest_t[:, None]
             weights_tv = logits_tv.exp()
             # Sums over the vocabulary: of exp(z), of exp(z)·z, and of z at the target, z being relative to the highest logit.
-            sums_t3 = torch.stack([weights_tv.sum(-1), (weights_tv * logits_tv).sum(-1), target_t], dim=-1)
+            energy_t = torch.bmm(weights_tv.unsqueeze(1), logits_tv.unsqueeze(2))[:, 0, 0]
+            sums_t3 = torch.stack([weights_tv.sum(-1), energy_t, target_t], dim=-1)
             if group is not None:
                 dist.all_reduce(sums_t3, group=group)
             partition_t, energy_t, target_t = sums_t3.unbind(-1)
@@ -80,33 +96,40 @@ class _LogProbs(torch.autograd.Function):
             logsumexp_t[part] = log_partition_t + highest_t
             logprob_t[part] = target_t - logsumexp_t[part]
             entropy_t[part] = log_partition_t - energy_t / partition_t
-        ctx.save_for_backward(hidden_th, weight_vh, local_t, logsumexp_t)
-        ctx.temperature, ctx.chunk = temperature, chunk
+            if keep:
+                kept.append((weights_tv, partition_t))
+        ctx.kept, ctx.logsumexp_t, ctx.rows, ctx.temperature, ctx.chunk = kept, logsumexp_t, rows, temperature, chunk
         ctx.mark_non_differentiable(entropy_t)
         return logprob_t, entropy_t
 
     @staticmethod
     def backward(ctx: Any, grad_t: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_th, weight_vh, local_t, logsumexp_t = ctx.saved_tensors
+        hidden_th, weight, local_t = ctx.saved_tensors
+        weight_vh, factor_t = weight[: ctx.rows], grad_t / ctx.temperature
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_th = torch.empty_like(hidden_th) if need_hidden else None
-        grad_weight_vh = torch.zeros_like(weight_vh, dtype=torch.float32) if need_weight else None
-        for part in _parts(hidden_th.shape[0], ctx.chunk):
+        main_grad = getattr(weight, "main_grad", None) if on_cpu(weight) else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight and main_grad is None else main_grad
+        for number, part in enumerate(_parts(hidden_th.shape[0], ctx.chunk)):
             # d logprob / d z = onehot(target) - softmax(z)
-            grad_tv = _logits(hidden_th[part], weight_vh, ctx.temperature)
-            grad_tv = grad_tv.sub_(logsumexp_t[part, None]).exp_().neg_()
+            if ctx.kept:
+                grad_tv, partition_t = ctx.kept[number]
+                ctx.kept[number] = None  # its memory is the gradient's now
+                grad_tv *= -(factor_t[part] / partition_t)[:, None]
+            else:
+                grad_tv = _logits(hidden_th[part], weight_vh, ctx.temperature).sub_(ctx.logsumexp_t[part, None]).exp_()
+                grad_tv *= -factor_t[part, None]
             here_t, inside_t = _inside(local_t[part], grad_tv.shape[1])
             if grad_tv.shape[1]:
-                grad_tv.scatter_add_(1, here_t[:, None], inside_t[:, None].float())
-            grad_tv *= grad_t[part, None] / ctx.temperature
+                grad_tv.scatter_add_(1, here_t[:, None], torch.where(inside_t, factor_t[part], 0.0)[:, None])
             grad_tv = grad_tv.to(hidden_th.dtype)
             if grad_hidden_th is not None:
                 torch.matmul(grad_tv, weight_vh, out=grad_hidden_th[part])
-            if grad_weight_vh is not None:
-                grad_weight_vh += grad_tv.T @ hidden_th[part]
-        if grad_weight_vh is not None:
-            grad_weight_vh = grad_weight_vh.to(weight_vh.dtype)
-        return grad_hidden_th, grad_weight_vh, None, None, None, None
+            if need_weight:
+                assert grad_weight is not None
+                accumulate(grad_weight[: ctx.rows], grad_tv, hidden_th[part])
+        returned = grad_weight.to(weight.dtype) if need_weight and main_grad is None and grad_weight is not None else None
+        return grad_hidden_th, returned, None, None, None, None, None, None
 
 
 def _parts(tokens: int, chunk: int) -> Iterator[slice]:

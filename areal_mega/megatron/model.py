@@ -19,8 +19,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
-from areal_mega.config.schema import RouterSection, TrainSection
+from areal_mega.config.schema import OptimizerSection, RouterSection, TrainSection
 from areal_mega.core.errors import UserError
+from areal_mega.megatron.gpu import fp8_settings
 from areal_mega.megatron.platform import Platform
 from areal_mega.megatron.routing import prepare_routers
 from areal_mega.megatron.specs import block_spec
@@ -33,8 +34,12 @@ from areal_mega.parallel.strategy import ParallelStrategy
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def initialize_groups(strategy: ParallelStrategy) -> list[dist.ProcessGroup]:
-    """Create Megatron-Core's process groups, of which a process has one set at a time; returns them for ``release_groups``."""
+def initialize_groups(strategy: ParallelStrategy, nccl_config: str | None = None) -> list[dist.ProcessGroup]:
+    """Create Megatron-Core's process groups, of which a process has one set at a time; returns them for ``release_groups``.
+
+    Args:
+        nccl_config: YAML of Megatron-Core's options per communicator.
+    """
     before = set(c10d._world.pg_map)
     assert not parallel_state.is_initialized(), "this process has a Megatron engine already; close it before another is made"
     parallel_state.initialize_model_parallel(
@@ -45,6 +50,7 @@ def initialize_groups(strategy: ParallelStrategy) -> list[dist.ProcessGroup]:
         expert_model_parallel_size=strategy.ep,
         expert_tensor_parallel_size=strategy.etp,
         create_gloo_process_groups=False,
+        nccl_communicator_config_path=nccl_config,
     )
     return [group for group in c10d._world.pg_map if group not in before]
 
@@ -104,7 +110,7 @@ def transformer_config(
         "use_cpu_initialization": platform.is_cpu,
         "gradient_accumulation_fusion": platform.fused_weight_gradients,
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": fused,
+        "bias_activation_fusion": fused or platform.is_cpu,
         "bias_dropout_fusion": fused,
         "apply_rope_fusion": fused and not architecture.get("multi_latent_attention", False),
         "persist_layer_norm": False,
@@ -115,10 +121,12 @@ def transformer_config(
         "moe_router_load_balancing_type": "aux_loss" if router.aux_loss_coef else "none",
         "moe_aux_loss_coeff": router.aux_loss_coef,
         "moe_z_loss_coeff": router.z_loss_coef or None,
+        "moe_expert_capacity_factor": router.capacity_factor,
+        "moe_token_drop_policy": router.drop_policy,
     }
     if strategy.stage_layers and strategy.pp > 1:
         settings["pipeline_model_parallel_layout"] = _stage_layout(strategy)
-    settings |= _RECOMPUTE[train.recompute]
+    settings |= _RECOMPUTE[train.recompute] | fp8_settings(train.fp8)
     kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
     config = kind(**architecture, **settings)
     for name, value in family.config_attributes(hf_config).items():
@@ -133,10 +141,19 @@ def _stage_layout(strategy: ParallelStrategy) -> list[list[str]]:
 
 
 def _check_router(router: RouterSection, architecture: dict[str, Any]) -> None:
+    if router.capacity_factor is None and router.drop_policy != "probs":
+        raise UserError(f"router.drop_policy is {router.drop_policy}, but nothing is dropped: set router.capacity_factor, or leave it out")
+    if router.capacity_factor is not None and router.dispatcher == "allgather":
+        raise UserError(
+            f"router.capacity_factor is {router.capacity_factor}, but router.dispatcher allgather pads micro-batches, and padding would "
+            "count as load; set router.dispatcher to alltoall"
+        )
     if "num_moe_experts" not in architecture:
         for name in ("aux_loss_coef", "z_loss_coef", "expert_bias_update_rate"):
             if getattr(router, name):
                 raise UserError(f"router.{name} is {getattr(router, name)}, but the model has no experts; set it to 0")
+        if router.capacity_factor is not None:
+            raise UserError(f"router.capacity_factor is {router.capacity_factor}, but the model has no experts; leave it out")
         if router.dispatcher != "alltoall":
             raise UserError(f"router.dispatcher is {router.dispatcher}, but the model has no experts; leave it at alltoall")
     elif router.expert_bias_update_rate and not architecture.get("moe_router_enable_expert_bias"):
@@ -182,24 +199,27 @@ def build_chunks(config: TransformerConfig, gpt_kwargs: dict[str, Any], strategy
     return chunks
 
 
-def wrap_for_training(config: TransformerConfig, chunks: list[nn.Module], distributed_optimizer: bool) -> list[nn.Module]:
+def wrap_for_training(config: TransformerConfig, chunks: list[nn.Module], optimizer: OptimizerSection) -> list[nn.Module]:
     """Megatron-Core's data parallelism around each chunk: gradients in fp32 buffers, summed over DP and CP."""
     wrapped: list[nn.Module] = []
     groups = ProcessGroupCollection.use_mpu_process_groups()
     for number, chunk in enumerate(chunks):
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=distributed_optimizer,
-            overlap_grad_reduce=False,
+            use_distributed_optimizer=optimizer.distributed,
+            overlap_grad_reduce=optimizer.overlap,
             check_for_nan_in_grad=False,
         )
         layout = None
-        if distributed_optimizer:
+        if optimizer.distributed:
             parameters = [p for p in chunk.parameters() if p.requires_grad]
             layout = DistributedOptimizer.compute_full_param_layout(
                 parameters, None, groups.dp_cp.size(), ddp, expert_data_parallel_world_size=groups.expt_dp.size()
             )
         wrapped.append(DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0, full_param_layout=layout))
+    if optimizer.overlap:
+        # Gradients are reduced in the last micro-batch's backward pass, not in each.
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
 

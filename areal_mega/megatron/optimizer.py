@@ -56,6 +56,9 @@ class Optimizer:
         )
         self._weight_decay = section.weight_decay
         self.megatron: Any = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+        for group in self.megatron.param_groups:
+            if "fused" in group:  # torch's own AdamW, which Megatron-Core takes where neither Transformer Engine's nor apex's is installed
+                group["fused"] = True
 
     def reload_parameters(self) -> None:
         """Take the parameters as they are now into the master copies. Call after a load."""

@@ -28,7 +28,10 @@ class Platform:
     transformer_engine: bool = False
     """Transformer Engine's layers replace the PyTorch ones."""
     fused_weight_gradients: bool = False
-    """NVIDIA apex's weight-gradient kernel, which accumulates into the fp32 gradient buffer, is installed."""
+    """A weight-gradient kernel that accumulates into the fp32 gradient buffer: NVIDIA apex's where it is installed; on a CPU, ours."""
+
+    capability: tuple[int, int] = (0, 0)
+    """Compute capability of the GPU; (0, 0) on a CPU."""
 
     @property
     def is_cpu(self) -> bool:
@@ -87,12 +90,13 @@ def detect(device: Literal["auto", "cpu", "cuda"] = "auto", local_rank: int = 0)
             "launch.device is cuda, but torch sees no GPU here; set launch.device to auto or cpu, or check CUDA_VISIBLE_DEVICES"
         )
     if device == "cpu" or not has_gpu:
-        return Platform(torch.device("cpu"), "gloo")
+        return Platform(torch.device("cpu"), "gloo", fused_weight_gradients=True)
     return Platform(
         torch.device("cuda", local_rank),
         "nccl",
         transformer_engine=_installed("transformer_engine.pytorch"),
         fused_weight_gradients=_installed("fused_weight_gradient_mlp_cuda"),
+        capability=torch.cuda.get_device_capability(local_rank),
     )
 
 

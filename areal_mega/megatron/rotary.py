@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_mega.megatron.kernels import rotate
 from areal_mega.megatron.packing import zigzag_index
 
 _cached: tuple[Any, Tensor, Tensor] | None = None
@@ -35,11 +36,7 @@ def apply_rotary(
     if mla_rotary_interleaved:  # latent attention: neighbouring channels are a pair, and leave as halves
         t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
     cos, sin = _cos_sin(freqs, cu_seqlens, mscale, cp_group, t.dtype)
-    half = freqs.shape[-1] // 2
-    rotated, rest = t[..., : 2 * half], t[..., 2 * half :]
-    swapped = torch.cat((-rotated[..., half:], rotated[..., :half]), dim=-1)
-    out = torch.addcmul(rotated * cos, swapped, sin)
-    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+    return rotate(t, cos, sin)
 
 
 def _cos_sin(

@@ -101,13 +101,19 @@ class ExpertLoad:
 
     Args:
         chunks: the policy; none of its layers here need be sparse.
+        has_capacity: tokens beyond an expert's capacity are dropped.
         bias_update_rate: how far a correction bias moves after an update, towards balance (arXiv:2408.15664); 0 leaves it.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], experts: int, bias_update_rate: float, device: torch.device) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], experts: int, bias_update_rate: float, device: torch.device, *, has_capacity: bool = False
+    ) -> None:
         self._routers = list(routers(chunks))
+        self._has_capacity = has_capacity
         self._rate = bias_update_rate
         self._counts_le = torch.zeros(len(self._routers), experts, dtype=torch.int64, device=device)
+        self._chosen_l = torch.zeros(len(self._routers), dtype=torch.int64, device=device)
+        """Choices made, of which those beyond an expert's capacity do not reach it."""
         for number, router in enumerate(self._routers):
             router.register_forward_hook(self._counter(number))
 
@@ -117,20 +123,26 @@ class ExpertLoad:
             if not (router.training and torch.is_grad_enabled()):
                 return
             routing_map, padding = output[1], args[1] if len(args) > 1 else None
+            chosen = router.topk * routing_map.shape[0]
             if padding is not None:
                 routing_map = routing_map & ~padding.reshape(-1, 1)
+                chosen = router.topk * (~padding).sum()
             self._counts_le[number] += routing_map.sum(dim=0)
+            self._chosen_l[number] += chosen
 
         return count
 
     def start(self) -> None:
         """Forget the last update's counts."""
         self._counts_le.zero_()
+        self._chosen_l.zero_()
 
     def finish(self) -> None:
         """Add up the counts of all ranks that hold the same layers. Collective over them."""
         if self._routers:
-            dist.all_reduce(self._counts_le, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+            dist.all_reduce(self._counts_le, group=group)
+            dist.all_reduce(self._chosen_l, group=group)
 
     def move_bias(self) -> None:
         """One step of balancing without a loss: experts with fewer tokens than the mean become more likely to be chosen."""
@@ -142,7 +154,8 @@ class ExpertLoad:
         """Load of the busiest and of the idlest expert, over the mean of their layer. Collective over the pipeline.
 
         ``router/load_max`` averages the busiest over layers, ``router/load_worst`` is the largest of them, ``router/load_min`` the
-        smallest of the idlest; ``router/idle`` is the share of experts without a token.
+        smallest of the idlest; ``router/idle`` is the share of experts without a token. ``experts/dropped_fraction``, where experts have
+        a capacity, is the share of all choices that it cut off.
         """
         counts_le = self._counts_le.double()
         relative_le = counts_le / counts_le.mean(dim=1, keepdim=True).clamp_min(1e-9)
@@ -150,16 +163,18 @@ class ExpertLoad:
         if self._routers:
             high_l, low_l = relative_le.amax(dim=1), relative_le.amin(dim=1)
             extremes = torch.stack([high_l.max(), -low_l.min()])
-            sums = torch.stack([high_l.sum(), (counts_le == 0).double().mean(dim=1).sum(), layers])
+            chosen = self._chosen_l.sum().double()
+            sums = torch.stack([high_l.sum(), (counts_le == 0).double().mean(dim=1).sum(), layers, chosen - counts_le.sum(), chosen])
         else:
-            extremes, sums = counts_le.new_full((2,), -torch.inf), counts_le.new_zeros(3)
+            extremes, sums = counts_le.new_full((2,), -torch.inf), counts_le.new_zeros(5)
         stages = parallel_state.get_pipeline_model_parallel_group()
         dist.all_reduce(sums, group=stages)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=stages)
-        (busiest, idle, count), (worst, idlest) = sums.tolist(), extremes.tolist()
-        return {
+        (busiest, idle, count, dropped, chosen), (worst, idlest) = sums.tolist(), extremes.tolist()
+        found = {
             "router/load_max": mean(busiest, count),
             "router/load_worst": maximum(worst),
             "router/load_min": minimum(-idlest),
             "router/idle": mean(idle, count),
         }
+        return found | {"experts/dropped_fraction": mean(dropped, chosen)} if self._has_capacity else found
