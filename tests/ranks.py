@@ -47,6 +47,10 @@ ROOT = TESTS.parent
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+START_S = 280.0
+"""Imports take ten seconds on an idle machine. One that is loaded twenty-fold has been seen to take three minutes."""
+
+
 class RankFailed(AssertionError):
     """A rank raised, died, or ran out of time. The message holds the end of its log."""
 
@@ -160,6 +164,11 @@ def _resolve(target: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
+def _load() -> str:
+    """For messages about time: what the machine was doing."""
+    return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
 # --- the test's side
 
 
@@ -176,14 +185,19 @@ class _Nursery:
             text=True,
             bufsize=1,
         )
-        self._answer(180.0)
+        self._answer(START_S)
         atexit.register(self.close)
 
     def run(self, case: dict[str, Any], timeout_s: float) -> tuple[int, str] | None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(case) + "\n")
-        self.process.stdin.flush()
-        answer = self._answer(timeout_s + 30.0)
+        try:
+            self.process.stdin.write(json.dumps(case) + "\n")
+            self.process.stdin.flush()
+            answer = self._answer(timeout_s + 30.0)
+        except BaseException:
+            # pytest's own time limit, or Ctrl-C: the answer still to come must not be taken for the next case's.
+            self.close()
+            raise
         return None if answer["failure"] is None else tuple(answer["failure"])
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
@@ -194,7 +208,7 @@ class _Nursery:
         line = self.process.stdout.readline() if ready else ""
         if not line:
             self.close()
-            raise RankFailed(f"the nursery gave no answer within {timeout_s:.0f} s")
+            raise RankFailed(f"the nursery gave no answer within {timeout_s:.0f} s; {_load()}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -284,7 +298,7 @@ def _run_case(case: dict[str, Any], children: list[int]) -> tuple[int, str] | No
                 failure = (rank, "raised" if code == 1 else f"ended with {code}")
                 _kill(ranks)
         elif failure is None and time.monotonic() > deadline:
-            failure = (min(ranks.values()), f"(missing: {sorted(ranks.values())}) was not done within {case['timeout_s']:.0f} s")
+            failure = (min(ranks.values()), f"(missing: {sorted(ranks.values())}) was not done within {case['timeout_s']:.0f} s; {_load()}")
             _kill(ranks)
         elif pid == 0:
             time.sleep(0.005)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -57,3 +59,23 @@ def test_deadline_kills_the_ranks(tmp_path: Path) -> None:
     for file in tmp_path.glob("pid.*"):  # on a busy machine a rank may not have come so far
         if pid := file.read_text():
             assert not os.path.exists(f"/proc/{pid}")
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_case_leaves_no_answer_to_the_next(tmp_path: Path) -> None:
+    def interrupt(signum: int, frame: object) -> None:
+        raise Interrupted
+
+    previous = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        timer.start()
+        with pytest.raises(Interrupted):
+            run_ranks(1, sleep, timeout_s=100.0, distributed=False, pid_file=str(tmp_path / "pid"))
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, previous)
+    assert run_ranks(1, echo, array=np.zeros(1), text="the next one's own")[0]["text"] == "the next one's own"
