@@ -35,5 +35,5 @@ fi
 export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TMPDIR="$work" PYTHONWARNINGS=ignore
 code=0
 timeout --signal=INT --kill-after=10 480 "$python" "$here/gpu_check.py" ${rest[@]+"${rest[@]}"} || code=$?
-[ $code -ne 124 ] || echo "not done within 8 minutes" >&2
+case $code in 124 | 137) echo "not done within 8 minutes" >&2 ;; esac
 exit $code

@@ -31,6 +31,7 @@ DIMENSIONLESS = {
     "train.optimizer.eps",
     "train.optimizer.clip_grad",
     "router.aux_loss_coef",
+    "router.capacity_factor",
     "router.expert_bias_update_rate",
     "router.z_loss_coef",
     "algorithm.clip_low",
