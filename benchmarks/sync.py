@@ -3,7 +3,7 @@
     python benchmarks/sync.py [--mb 300] [--servers 1] [--bucket-mb 64] [--rounds 5] [--layout dense|moe ...]
 
 Real train ranks (gloo) of a random model and real embedded servers, each a process of its own, driven by the controller's own
-``WeightSync``. Every round is one raw broadcast and three syncs of all weights: overlapped, plain, and overlapped without the senders'
+``WeightSync``. Every round is one raw broadcast and three syncs of all weights: overlapped, plain, and overlapped without
 digests. The raw broadcast takes the same bytes, in buckets of the same sizes, through the same groups, from the same ranks to the same
 servers, which throw them away. Prints medians: bytes/s of all of them, the ratio to the raw broadcast (goal: 0.8), the senders' digests in
 per cent of the raw broadcast (goal: 2), and where a sync's time goes.
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,8 @@ def train_rank(rank: int, world_size: int, folder: str, recipe: Any, store_port:
     from areal_mega.megatron.platform import detect
     from areal_mega.megatron.worker import METHODS, TrainWorker
     from areal_mega.rpc.rank_server import RankServer
-    from areal_mega.sync import sender
 
     log_to(Path(folder) / f"train-{rank}.log")
-    DIGEST_OF.append(sender._Clock.digest_of)
     platform = detect("cpu")
     store = dist.TCPStore(HOST, store_port, world_size, is_master=False)
     platform.init_process_group(store=store, rank=rank, world_size=world_size, timeout_s=120)
@@ -113,7 +112,7 @@ def train_rank(rank: int, world_size: int, folder: str, recipe: Any, store_port:
         server.register(method, getattr(worker, method))
     server.register("raw", lambda: raw_send(worker._sending))
     server.register("nudge", lambda: nudge(engine))
-    server.register("mode", lambda overlap, digests: set_mode(worker._sending, overlap, digests))
+    server.register("loop", lambda overlap: set_loop(worker._sending, overlap))
     out.put((rank, server.start(HOST)))
     server.serve_forever()
 
@@ -124,19 +123,8 @@ def nudge(engine: Any) -> None:
         tensor.detach().mul_(1.01)
 
 
-def set_mode(sending: Any, overlap: bool, digests: bool) -> None:
-    """How the next syncs are sent. Without digests the ones of the last sync are reported."""
-    from areal_mega.sync import sender
-
+def set_loop(sending: Any, overlap: bool) -> None:
     sending._loop = sending._overlapped if overlap else sending._plain
-    sender._Clock.digest_of = DIGEST_OF[0] if digests else count_bytes  # type: ignore[method-assign]
-
-
-DIGEST_OF: list[Any] = []
-
-
-def count_bytes(clock: Any, bucket: Any, flat: Any) -> None:
-    clock.nbytes += bucket.nbytes
 
 
 def raw_send(sender: Any) -> float:
@@ -283,12 +271,13 @@ async def rounds(args: argparse.Namespace, layout: str, strategy: str, sync: Any
 
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
     raws: list[float] = []
-    verify, version = sync._verify, 0
+    able, version = sync._capabilities, 0
     for turn in range(args.rounds + 1):
         for name, (overlap, digests) in MODES.items():
             await train.call("nudge")
-            await train.call("mode", overlap=overlap, digests=digests)
-            sync._verify = verify if digests else nothing
+            await train.call("loop", overlap=overlap)
+            # A server without digests is asked for its version alone, and senders compute none.
+            sync._capabilities = [replace(each, hf_digests=digests, partial_updates=digests) for each in able]
             one = dict(results(await sync.push(version)))
             assert one["sync/saved_bytes"] == 0
             version += 1
@@ -297,10 +286,6 @@ async def rounds(args: argparse.Namespace, layout: str, strategy: str, sync: Any
         raw = await raw_round(sync, train, servers)
         raws += [raw] * (turn > 0)
     show(f"{layout}: {strategy}, {len(sync._groups)} sender(s), {len(servers)} server(s), {len(order_of(sync))} buckets", measured, raws)
-
-
-async def nothing(version: int, digests: Any) -> None:
-    """In place of the verification, where the digests are old ones."""
 
 
 def show(title: str, measured: dict[str, list[dict[str, float]]], raws: list[float]) -> None:

@@ -164,7 +164,8 @@ class WeightSync:
         clock.lap("sync/resume_s")
         self._acknowledged = dict.fromkeys(self._members, version)
         paused, whole = sum(clock.laps.values()) - clock.laps["sync/prepare_s"], sum(clock.laps.values())
-        log.info("version %d, digest %s: %d servers hold it after %.2f s", version, combine(sent.digests), len(self._members), whole)
+        digest = combine(sent.digests) if sent.digests else "not computed"
+        log.info("version %d, digest %s: %d servers hold it after %.2f s", version, digest, len(self._members), whole)
         laps = {name: m.total(seconds) for name, seconds in clock.laps.items()}
         times: Metrics = {"sync/version": m.last(version), "sync/paused_s": m.total(paused), "time/sync": m.total(whole)}
         return sent.metrics() | laps | times
@@ -206,7 +207,9 @@ class WeightSync:
         ends: list[float] = []
         try:
             await self._each("beginning the update", "begin_update")
-            sends = self._train.calls("sync_broadcast", version=version, only=None if only is None else sorted(only))
+            compared = any(self._capabilities[rank].hf_digests for rank in self._members)
+            chosen = None if only is None else sorted(only)
+            sends = self._train.calls("sync_broadcast", version=version, only=chosen, digests=compared)
             jobs = {who: _stamped(send, ends) for who, send in sends.items()}
             jobs |= {f"server rank {rank}": self._receive(server, version, order) for rank, server in self._present()}
             answers = await self._all(jobs, "sending weights")

@@ -219,10 +219,10 @@ class TrainWorker:
         """Names of the tensors of which this rank's part differs from version ``base``; None: that is not known."""
         return self._sending.changed(version, base)
 
-    def sync_broadcast(self, version: int, only: Sequence[str] | None) -> dict[str, Any] | None:
-        """Send the buckets of the tensors ``only`` (None: of all) over this sender's group."""
+    def sync_broadcast(self, version: int, only: Sequence[str] | None, digests: bool) -> dict[str, Any] | None:
+        """Send the buckets of the tensors ``only`` (None: of all) over this sender's group; report their ``digests``, or none."""
         chosen = None if only is None else frozenset(only)
-        return _report(self._sending.broadcast(version, self._recipe.sync.timeout_s + GRACE_S, chosen))
+        return _report(self._sending.broadcast(version, self._recipe.sync.timeout_s + GRACE_S, chosen, digests=digests))
 
     def sync_write(self, version: int, folder: str) -> dict[str, Any] | None:
         """Write all weights as a HuggingFace folder."""

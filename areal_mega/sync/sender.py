@@ -33,7 +33,7 @@ class SendReport:
 
     version: int
     digests: dict[str, str]
-    """By HF name, of all that this sender is responsible for, sent this time or not."""
+    """By HF name, of all that this sender is responsible for, sent this time or not; none where they were not wanted."""
     nbytes: int
     saved_bytes: int
     """Of tensors that were not sent because every server has them."""
@@ -117,11 +117,12 @@ class WeightSender:
 
     # --- out
 
-    def broadcast(self, version: int, timeout_s: float, only: Container[str] | None = None) -> SendReport | None:
+    def broadcast(self, version: int, timeout_s: float, only: Container[str] | None = None, *, digests: bool = True) -> SendReport | None:
         """Send every bucket over the group, in plan order. Returns the report on senders, None elsewhere.
 
         Args:
             only: names of the tensors to send; None: all. The other ones must be as they were when this sender sent them last.
+            digests: compute them; false where no server has any to compare them with.
         """
         import torch.distributed as dist
 
@@ -132,7 +133,7 @@ class WeightSender:
             assert work is not None
             return lambda: work.wait(timedelta(seconds=timeout_s))
 
-        clock = _Clock()
+        clock = _Clock(wants_digests=digests)
         self._loop(self._filled(clock, only), send, clock)
         return self._report(version, clock)
 
@@ -212,10 +213,11 @@ class WeightSender:
         if not self.sends:
             return None
         self._digests |= clock.digests
-        assert self._digests.keys() == {spec.name for spec in self.specs}, "a tensor was never sent"
+        known = dict(self._digests) if clock.wants_digests else {}
+        assert not clock.wants_digests or known.keys() == {spec.name for spec in self.specs}, "a tensor was never sent"
         return SendReport(
             version=version,
-            digests=dict(self._digests),
+            digests=known,
             nbytes=clock.nbytes,
             saved_bytes=sum(spec.nbytes for spec in self.specs) - clock.nbytes,
             gather_s=clock.gather.seconds,
@@ -243,6 +245,7 @@ class _Clock:
     transfer: _Span = field(default_factory=_Span)
     digests: dict[str, str] = field(default_factory=dict)
     nbytes: int = 0
+    wants_digests: bool = True
 
     def gathered(self, stream: Iterator[tuple[str, torch.Tensor] | None]) -> Iterator[tuple[str, torch.Tensor]]:
         """Drive a collective stream to its end; its items, where there are any."""
@@ -261,11 +264,13 @@ class _Clock:
 
         from areal_mega.sync.digest import tensor_digests
 
+        self.nbytes += bucket.nbytes
+        if not self.wants_digests:
+            return
         with self.digest:
             dtype: torch.dtype = getattr(torch, bucket.dtype)
             parts = flat.view(dtype).split([elements(shape) for shape in bucket.shapes])
             self.digests |= tensor_digests({n: p.view(s) for n, p, s in zip(bucket.names, parts, bucket.shapes, strict=True)})
-        self.nbytes += bucket.nbytes
 
 
 _END = object()

@@ -218,6 +218,7 @@ async def test_a_sync_in_order(cast: Cast) -> None:
         assert (first["version"], second["version"], last["version"]) == (None, None, 3)  # stamped when the weights are whole
         assert (first["flush_cache"], second["flush_cache"], last["flush_cache"]) == (False, False, True)
     assert [cast.of(rank.name) for rank in cast.ranks] == [["sync_broadcast"]] * 2
+    assert cast.ranks[0].arguments["sync_broadcast"] == [{"version": 3, "only": None, "digests": True}]
     order = [method for _, method in cast.events]
     assert order.index("begin_update") > max(i for i, method in enumerate(order) if method == "pause")
     assert order.index("resume") > max(i for i, method in enumerate(order) if method == "digests")
@@ -361,6 +362,7 @@ async def test_another_version_is_a_mismatch(tmp_path: Path, cast: Cast) -> None
 async def test_a_server_without_digests_is_asked_for_its_version(tmp_path: Path) -> None:
     cast = Cast(tmp_path, hf_digests=False)
     await cast.push(0)
+    assert cast.ranks[0].arguments["sync_broadcast"][0]["digests"] is False, "nobody would compare them"
     assert "digests" not in cast.of("server rank 0") and "weight_version" in cast.of("server rank 0")
     cast.servers[1].reports = "default"  # as a server says that was never given one
     await cast.push(0)

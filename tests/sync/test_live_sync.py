@@ -82,8 +82,8 @@ class Rank:
     def sync_changed(self, version: int, base: int | None) -> Any:
         return self.sender.changed(version, base)
 
-    def sync_broadcast(self, version: int, only: Any) -> Any:
-        report = self.sender.broadcast(version, TIMEOUT_S, only)
+    def sync_broadcast(self, version: int, only: Any, digests: bool) -> Any:
+        report = self.sender.broadcast(version, TIMEOUT_S, only, digests=digests)
         assert report is not None
         return asdict(report) | {"digests": report.digests | self.wrong}
 
