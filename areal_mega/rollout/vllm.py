@@ -331,7 +331,7 @@ def checked(base_url: str, partial: Partial, answer: Any, version_bound: int | N
     try:
         [choice] = answer["choices"]
         ids, kind, reason = list(choice["token_ids"]), choice["finish_reason"], choice["stop_reason"]
-        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        logprobs, text = [entry["logprob"] for entry in choice["logprobs"]["content"]], str(choice["text"])
     except (KeyError, TypeError, ValueError) as error:
         raise ServerFault(base_url, f"{_GENERATE} answered without {error}") from None
     if kind not in ("stop", "length", "abort"):
@@ -350,7 +350,7 @@ def checked(base_url: str, partial: Partial, answer: Any, version_bound: int | N
         versions=_versions(base_url, choice, len(ids)) if version_bound is None else [version_bound] * len(ids),
         kind=kind,
         matched=reason,
-        text=str(choice["text"]),
+        text=text,
     )
 
 
