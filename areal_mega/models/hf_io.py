@@ -6,6 +6,7 @@ complete: a killed run leaves nothing that looks whole.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -364,7 +365,8 @@ class _disk:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, OSError):
-            raise UserError(f"cannot write {self._path}: {error.strerror or error}; free space or choose another folder") from error
+            remedy = "raise the limit on file sizes (ulimit -f)" if error.errno == errno.EFBIG else "free space or choose another folder"
+            raise UserError(f"cannot write {self._path}: {error.strerror or error}; {remedy}") from error
 
 
 def _assign(plan: Sequence[HFTensorSpec], shard_bytes: int) -> list[list[HFTensorSpec]]:
