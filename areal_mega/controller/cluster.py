@@ -25,7 +25,7 @@ from areal_mega.data.stream import PromptStream
 from areal_mega.launch.commands import server_spec, worker_spec
 from areal_mega.launch.local import ProcessSpec
 from areal_mega.launch.machines import Launcher, Machines, ThisMachine
-from areal_mega.launch.rundir import RunDir
+from areal_mega.launch.rundir import Key, RunDir
 from areal_mega.models.hf_config import load_hf_config
 from areal_mega.models.ownership import Ownership
 from areal_mega.models.registry import family_for
@@ -34,6 +34,7 @@ from areal_mega.parallel.balance import CostModel
 from areal_mega.parallel.layout import RankLayout
 from areal_mega.parallel.strategy import ParallelStrategy, parse
 from areal_mega.rollout.engines import client_for
+from areal_mega.rollout.inference import Capabilities, InferenceServer
 from areal_mega.rollout.staleness import StalenessControl
 from areal_mega.rpc.client import RpcClient
 from areal_mega.rpc.wire import format_address
@@ -134,6 +135,33 @@ class Cluster:
             urls.append(f"http://{format_address(host, port)}")
         return urls, specs
 
+    def _keys(self, role: Literal["train", "rollout"]) -> list[Key]:
+        return [(role, rank) for rank in range(self._train.world_size if role == "train" else self._rollout.dp)]
+
+    async def _meet(
+        self, stack: AsyncExitStack, run_dir: RunDir, urls: Sequence[str]
+    ) -> tuple[list[InferenceServer], dict[Key, RpcClient], list[Capabilities]]:
+        """Wait until everybody is there: clients of servers and of workers, and what the servers can do."""
+        recipe, deadline_s = self._recipe, self._recipe.launch.startup_timeout_s
+        assert self._launcher is not None
+        # These carry weights and no generation: a sync's own deadline, which names who is missing, comes first.
+        engine = self._rollout.engine
+        servers = [client_for(engine, url, timeout_s=recipe.sync.timeout_s + GRACE_S, retries=0) for url in urls]
+        for server in servers:
+            stack.push_async_callback(server.close)
+        # Servers first: a rollout worker connects to a healthy one.
+        waits: list[Coroutine[Any, Any, Any]] = [server.wait_healthy(deadline_s) for server in servers]
+        found, *_ = await gather_all([self._launcher.wait_ready([*self._keys("train"), *self._keys("rollout")]), *waits])
+        clients = {key: RpcClient(found[key]["address"], run_dir.token, peer=f"{key[0]} rank {key[1]}") for key in found}
+        for client in clients.values():
+            stack.push_async_callback(client.close)
+        await gather_all(
+            clients[key].call("connect", base_url=url, deadline_s=deadline_s, timeout_s=deadline_s)
+            for key, url in zip(self._keys("rollout"), urls, strict=True)
+        )
+        capabilities = await gather_all(server.probe() for server in servers)
+        return servers, clients, capabilities
+
     async def _connect(
         self,
         stack: AsyncExitStack,
@@ -146,36 +174,19 @@ class Cluster:
     ) -> Run:
         recipe = self._recipe
         assert self._launcher is not None
-        train_keys = [("train", rank) for rank in range(self._train.world_size)]
-        rollout_keys = [("rollout", rank) for rank in range(self._rollout.dp)]
-        deadline_s = recipe.launch.startup_timeout_s
-        # These carry weights and no generation: a sync's own deadline, which names who is missing, comes first.
-        engine = self._rollout.engine
-        servers = [client_for(engine, url, timeout_s=recipe.sync.timeout_s + GRACE_S, retries=0) for url in urls]
-        for server in servers:
-            stack.push_async_callback(server.close)
-        # Servers first: a rollout worker connects to a healthy one.
-        waits: list[Coroutine[Any, Any, Any]] = [server.wait_healthy(deadline_s) for server in servers]
-        found, *_ = await gather_all([self._launcher.wait_ready([*train_keys, *rollout_keys]), *waits])
-        clients = {key: RpcClient(found[key]["address"], run_dir.token, peer=f"{key[0]} rank {key[1]}") for key in found}
-        for client in clients.values():
-            stack.push_async_callback(client.close)
-        await gather_all(
-            clients[key].call("connect", base_url=url, deadline_s=deadline_s, timeout_s=deadline_s)
-            for key, url in zip(rollout_keys, urls, strict=True)
-        )
-        capabilities = await gather_all(server.probe() for server in servers)
+        servers, clients, capabilities = await self._meet(stack, run_dir, urls)
         check_context(capabilities, recipe)
         for line in (describe(capabilities, recipe), *warnings(capabilities)):
             observer.note(line)
-        train = TrainController([clients[key] for key in train_keys], RankLayout(self._train), recipe, self._algorithm)
+        workers = [clients[key] for key in self._keys("rollout")]
+        train = TrainController([clients[key] for key in self._keys("train")], RankLayout(self._train), recipe, self._algorithm)
         # Between two syncs sync.every_steps batches are consumed under one version.
         staleness = StalenessControl(
             recipe.train.batch_size * recipe.sync.every_steps,
             recipe.staleness.max_staleness,
             total=recipe.train.batch_size * recipe.run.steps,
         )
-        rollout = RolloutController([clients[key] for key in rollout_keys], stream, staleness, recipe, self._algorithm)
+        rollout = RolloutController(workers, stream, staleness, recipe, self._algorithm)
         sync = WeightSync(
             train,
             servers,
@@ -189,10 +200,10 @@ class Cluster:
             self._launcher,
             server_specs(specs),
             servers,
-            [clients[key] for key in rollout_keys],
+            workers,
             sync,
             restarts=recipe.launch.server_restarts,
-            deadline_s=deadline_s,
+            deadline_s=recipe.launch.startup_timeout_s,
             say=observer.note,
         )
         return Run(
