@@ -93,7 +93,7 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe-plain": ("glm4_moe", _ROUTED | {"head_dim": 16, "use_qk_norm": False, "tie_word_embeddings": True}),
 }
-"""Families that are trained and not served here: name -> (transformers' model_type, fields)."""
+"""Families with latent attention, shared experts or other routers: name -> (transformers' model_type, fields)."""
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:

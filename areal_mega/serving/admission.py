@@ -12,17 +12,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A waiting sequence: ``length`` tokens of context, equal ``key`` for equal prompts, equal ``context`` for equal contexts."""
+    """A waiting sequence: ``length`` tokens of context, equal ``key`` for equal prompts, equal ``context`` for equal contexts.
+
+    ``stored`` first tokens of it are kept from sequences that have ended.
+    """
 
     length: int
     key: bytes
     context: bytes
     prompt_length: int
+    stored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """``index`` into the candidates; ``cached`` positions come from the row of a live sequence or of the ``leader`` pick.
+    """``index`` into the candidates; ``cached`` positions come from the row of a live sequence, of the ``leader`` pick, or from the store.
 
     A follower (``leader`` not None) has the whole context of an earlier pick of the same step and computes nothing.
     """
@@ -60,8 +64,8 @@ def admit(
         if leader is not None:
             picks.append(Pick(index, candidate.length, 0, leader))
             continue
-        cached = min(shared(candidate.key), candidate.prompt_length, candidate.length - 1)
-        if cached == 0 and candidate.key in computing:
+        cached = min(max(min(shared(candidate.key), candidate.prompt_length), candidate.stored), candidate.length - 1)
+        if candidate.key in computing and cached < min(candidate.prompt_length, candidate.length - 1):
             continue  # its prompt is being computed in this step; the next step copies it
         if budget <= 0:
             break

@@ -35,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--context-length", type=int, help="longest prompt plus answer; default: as config.json says")
     p.add_argument("--max-running-requests", type=int, default=256)
     p.add_argument("--max-total-tokens", type=int, help="limit of running requests x the longest one; default: a fifth of memory")
+    p.add_argument("--prefix-cache-tokens", type=int, help="kept for the next turn; default: a quarter of the total; 0: none")
+    p.add_argument("--max-queued-requests", type=int, default=4096, help="samples that may wait; one more request is answered with 503")
     p.add_argument("--chunked-prefill-size", type=int, default=2048, help="prompt tokens computed per step")
     p.add_argument("--served-model-name")
     p.add_argument("--weight-version", default="default", help="version of the weights at the start")
@@ -55,7 +57,7 @@ def serve(args: list[str]) -> int:
     if (options.model is None) == (options.model_path is None):
         raise UserError("areal-mega serve: give the model once: MODEL, or --model-path MODEL")
     options.model_path = options.model_path or options.model
-    for name in ("max_running_requests", "chunked_prefill_size"):
+    for name in ("max_running_requests", "max_queued_requests", "chunked_prefill_size"):
         if getattr(options, name) < 1:
             raise UserError(f"areal-mega serve: --{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -140,7 +142,7 @@ async def _assemble(options: argparse.Namespace) -> tuple[Any, list[Any]]:
         args={k: v for k, v in vars(options).items() if k != "model"} | {"context_length": limits.context_length},
         started=time.time(),
     )
-    frontend = Frontend(text, facts, info)
+    frontend = Frontend(text, facts, info, options.max_queued_requests)
     frontend.engine = Engine(
         Model(weights, limits.context_length),
         limits,
@@ -172,7 +174,11 @@ def _limits(options: argparse.Namespace, weights: Any) -> Any:
         raise UserError(f"--max-total-tokens {total} holds no request of the context length {context}; give at least {context}")
     if options.enable_return_routed_experts and arch.experts is None:
         raise UserError(f"--enable-return-routed-experts: {arch.model_type} has no experts; drop the flag")
+    prefixes = total // 4 if options.prefix_cache_tokens is None else options.prefix_cache_tokens
+    if prefixes < 0:
+        raise UserError(f"--prefix-cache-tokens must be at least 0, got {prefixes}")
     return EngineLimits(
+        prefixes=prefixes,
         max_rows=options.max_running_requests,
         max_tokens=total,
         context_length=context,

@@ -14,10 +14,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 
 from areal_mega.serving.kv import KVCache
 from areal_mega.serving.model import Model
+from areal_mega.serving.prefix import PrefixStore
 from areal_mega.serving.rows import Rows
 from areal_mega.serving.sequence import Sequence
 from areal_mega.serving.step import StepRunner
@@ -30,13 +32,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """``max_rows`` sequences at once; ``max_tokens`` = rows x longest; ``chunk`` prompt tokens computed per step."""
+    """``max_rows`` sequences at once; ``max_tokens`` = rows x longest; ``chunk`` prompt tokens computed per step; ``prefixes`` tokens
+    of ended sequences kept for those that begin alike."""
 
     max_rows: int
     max_tokens: int
     context_length: int
     chunk: int
     routed_experts: bool = False
+    prefixes: int = 0
 
 
 @dataclass(slots=True)
@@ -73,11 +77,14 @@ class Engine:
     ) -> None:
         self.model, self.limits, self.version = model, limits, version
         self.rows = Rows(KVCache(model.arch, model.weights.dtype, routed=limits.routed_experts), limits.max_rows, limits.max_tokens, eos)
+        self.prefixes = PrefixStore(limits.prefixes)
         self.counters = Counters()
         self.waiting: deque[Sequence] = deque()
         self.paused: PauseMode | None = None
         self.holding = False
         """Weights are half replaced: nothing is computed until the rest has come, paused or not."""
+        self.broken = ""
+        """Why the rest will not come by itself: an update failed. New requests are turned away with it."""
         self.epoch = 0
         self.failure: BaseException | None = None
         self._runner = StepRunner(self, decode)
@@ -214,9 +221,19 @@ class Engine:
         self.counters.retractions += 1
         return sequence
 
+    def keep_prefix(self, row: int) -> None:
+        """Keep the keys of a row that ends, if all of them are of the present weights."""
+        sequence, cached = self.rows.sequences[row], int(self.rows.lengths[row])
+        if sequence.epoch != self.epoch or not self.prefixes.max_tokens:
+            return
+        made = self.rows.ids[row, : int(self.rows.made[row])]
+        tokens = np.concatenate([sequence.prompt, made])[:cached]
+        self.prefixes.add(tokens, lambda: self.rows.kv.read(row, cached))
+
     def weights_changed(self, version: str | None) -> None:
         """After a load: cached keys of before are not shared with new sequences; tokens from now on carry ``version``."""
         self.epoch += 1
+        self.prefixes.clear()
         if version is not None:
             self.set_version(version)
 
@@ -232,6 +249,7 @@ class Engine:
         if len(self.rows):
             return False
         self.rows.kv.clear()
+        self.prefixes.clear()
         return True
 
     def state(self) -> dict[str, Any]:
@@ -241,4 +259,5 @@ class Engine:
             "paused": self.paused,
             "cached_tokens": int(self.rows.lengths[: len(self.rows)].sum()),
             "kv_bytes": self.rows.kv.nbytes,
+            "prefix_tokens": self.prefixes.tokens,
         }

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from areal_mega.serving import answers
 from areal_mega.serving.engine import Engine
-from areal_mega.serving.protocol import BadRequest, GenerateCall, ServingFacts, malformed, parse_generate, refused
+from areal_mega.serving.protocol import BadRequest, GenerateCall, ServingFacts, malformed, parse_generate, refused, unavailable
 from areal_mega.serving.sequence import Sequence
 from areal_mega.serving.text import Text
 
@@ -35,10 +35,13 @@ class ServerInfo:
 
 
 class Frontend:
-    """Requests of one server. Lives in the event loop; ``deliver`` and ``failed`` are called by the engine's thread."""
+    """Requests of one server. Lives in the event loop; ``deliver`` and ``failed`` are called by the engine's thread.
 
-    def __init__(self, text: Text, facts: ServingFacts, info: ServerInfo) -> None:
-        self.text, self.facts, self.info = text, facts, info
+    ``max_queued``: samples that may wait for a row; a request that would make them more is turned away.
+    """
+
+    def __init__(self, text: Text, facts: ServingFacts, info: ServerInfo, max_queued: int) -> None:
+        self.text, self.facts, self.info, self.max_queued = text, facts, info, max_queued
         self.engine: Engine  # set by the app before the first request: engine and frontend know each other
         self.loop = asyncio.get_running_loop()
         self.failure = asyncio.Event()
@@ -67,6 +70,12 @@ class Frontend:
         for sequence in call.sequences:
             if sequence.rid in self._live:
                 raise refused(f"request id {sequence.rid} is in use")
+        if self.engine.broken:
+            raise unavailable(f"no generation: {self.engine.broken}")
+        # All that have not ended, running or not: counted here, where no step is under way, and so an upper bound of those that wait.
+        waiting = len(self._live) + len(call.sequences) - self.engine.limits.max_rows
+        if waiting > self.max_queued and self._live:
+            raise unavailable(f"The request queue is full: {waiting} samples would wait, {self.max_queued} may; send it again later.")
         self._live.update({s.rid: s for s in call.sequences})
         self.engine.submit(call.sequences)
 
@@ -164,7 +173,7 @@ class Frontend:
         return web.Response(status=503 if self.engine.failure is not None else 200)
 
     async def ready(self, request: web.Request) -> web.Response:
-        return web.Response(status=503 if self.engine.failure is not None or self.engine.paused else 200)
+        return web.Response(status=503 if self.engine.failure is not None or self.engine.paused or self.engine.broken else 200)
 
     async def model_info(self, request: web.Request) -> web.Response:
         arch, info = self.engine.model.arch, self.info
@@ -281,4 +290,5 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except BadRequest as refusal:
-        return web.json_response(refusal.body, status=refusal.status)
+        # A server that is full or half updated may be asked again; a wrong request may not.
+        return web.json_response(refusal.body, status=refusal.status, headers={"Retry-After": "1"} if refusal.status == 503 else None)

@@ -60,7 +60,7 @@ class KVCache:
         if rows <= self.rows and length <= self.length:
             return
         new_rows = max(self.rows, 1 << max(rows - 1, 0).bit_length())
-        new_length = max(self.length, self.padded_length(length))
+        new_length = max(self.length, self.padded_length(length + length // 8))
         if new_rows * new_length > max_tokens:
             new_rows, new_length = rows, self.padded_length(length)
         keys, values, routed = self.keys, self.values, self.routed

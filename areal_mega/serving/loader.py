@@ -51,8 +51,17 @@ def load_weights(path: str, dtype: str) -> tuple[Weights, dict[str, Any]]:
     return weights, hf
 
 
+class Unchanged(UserError):
+    """A checkpoint does not fit, found before anything was loaded."""
+
+
 def fill_from(weights: Weights, path: str, hf: dict[str, Any]) -> None:
-    """Load a checkpoint of the same architecture into ``weights``; names and shapes are checked before anything changes."""
+    """Load a checkpoint of the same architecture into ``weights``; names and shapes are checked before anything changes.
+
+    Raises:
+        Unchanged: names or shapes do not fit; the weights are as before.
+        UserError: reading failed midway.
+    """
     ignorable = family_for(hf).table(hf).ignorable
     with HFSource(path) as source:
         names = [name for name in source.names() if name in weights.hf or name not in ignorable]
@@ -60,10 +69,10 @@ def fill_from(weights: Weights, path: str, hf: dict[str, Any]) -> None:
             try:
                 weights.check(name, tuple(source.spec(name).shape))
             except UserError as error:
-                raise UserError(f"{path}: {error}") from None
+                raise Unchanged(f"{path}: {error}") from None
         missing = sorted(weights.hf.keys() - set(names))
         if missing:
-            raise UserError(f"{path} lacks {len(missing)} tensors of this model: {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}")
+            raise Unchanged(f"{path} lacks {len(missing)} tensors of this model: {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}")
         load_all(weights, ((name, source.read(name)) for name in names), source=path)
 
 

@@ -54,6 +54,11 @@ def refused(message: str) -> BadRequest:
     return BadRequest({"error": {"message": message}})
 
 
+def unavailable(message: str) -> BadRequest:
+    """A right request at a time when it cannot be served: 503."""
+    return BadRequest({"error": {"message": message}}, 503)
+
+
 def malformed(message: str) -> BadRequest:
     """In the form of SGLang's validation of a body."""
     return BadRequest({"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400})

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from areal_mega.serving.prefix import Prefix
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -60,6 +62,8 @@ class Sequence:
         self.row = -1
         self.epoch = -1
         """Which load of weights its cached keys come from."""
+        self.stored: tuple[int, Prefix | None, int] = (-1, None, 0)
+        """What the store of prefixes had for it, and at which of its changes that was looked up."""
         self.cached_tokens = 0
         self.retractions = 0
         self.spans: list[tuple[str, int]] = []
@@ -86,6 +90,8 @@ class Sequence:
             self.spans.append((version, made))
 
     def version_spans(self) -> list[dict[str, Any]]:
-        """Spans over the output tokens, each with the version that made them; none is empty."""
+        """Spans over the output tokens, each with the version that made them; none is empty. [] before it has begun."""
+        if not self.spans:
+            return []
         ends = [start for _, start in self.spans[1:]] + [len(self.output_ids)]
         return [{"version": v, "start": s, "end": e} for (v, s), e in zip(self.spans, ends, strict=True) if e > s]

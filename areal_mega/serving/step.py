@@ -86,14 +86,18 @@ class StepRunner:
         )
         return self._take(picks, fills)
 
-    @staticmethod
-    def _candidate(sequence: Sequence) -> Candidate:
+    def _candidate(self, sequence: Sequence) -> Candidate:
         length = len(sequence.prompt) + len(sequence.output_ids)
         if sequence.wanted.logprob_start >= 0:  # must see its own prompt computed
             alone = sequence.rid.encode()
             return Candidate(length, alone, alone, len(sequence.prompt))
         whole = sequence.key if not len(sequence.output_ids) else sequence.context.tobytes()
-        return Candidate(length, sequence.key, whole, len(sequence.prompt))
+        store = self._engine.prefixes
+        if len(store) and sequence.stored[0] != store.changes:
+            sequence.stored = (store.changes, *store.find(sequence.context))
+        elif not len(store):
+            sequence.stored = (store.changes, None, 0)
+        return Candidate(length, sequence.key, whole, len(sequence.prompt), sequence.stored[2])
 
     def _index_live(self) -> dict[bytes, int]:
         """By prompt, a row that has it cached under the present weights: a wholly cached one, else any."""
@@ -134,13 +138,19 @@ class StepRunner:
         return fills, followers
 
     def _copy_prefix(self, fill: Fill) -> None:
+        """Bring what the row begins with from a live row or from the store, whichever has enough."""
         rows = self._engine.rows
-        if fill.start and rows.lengths[fill.row] == 0:
-            sequence = rows.sequences[fill.row]
-            live = self._live[sequence.key]
-            assert rows.lengths[live] >= fill.start
+        if fill.start == 0 or rows.lengths[fill.row] != 0:
+            return
+        sequence = rows.sequences[fill.row]
+        live, (_, entry, stored) = self._live.get(sequence.key), sequence.stored
+        if live is not None and rows.lengths[live] >= fill.start and len(sequence.prompt) >= fill.start:
             rows.kv.copy_row(live, fill.row, fill.start)
-            rows.lengths[fill.row] = fill.start
+        else:
+            assert entry is not None and stored >= fill.start
+            rows.kv.write(fill.row, entry.kept, fill.start)
+        rows.lengths[fill.row] = fill.start
+        sequence.stored = (-1, None, 0)
 
     # After the forward pass.
 
@@ -208,6 +218,7 @@ class StepRunner:
                 told = self._watch(ready, all_rv, ends)
         finished = []
         for row in sorted(ends, reverse=True):  # from the end, so that no row to be removed is moved
+            engine.keep_prefix(row)
             sequence = rows.remove(row)
             self.finish(sequence, ends[row])
             finished.append(sequence)

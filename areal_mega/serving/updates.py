@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areal_mega.core.errors import UserError
 from areal_mega.serving.engine import Engine
-from areal_mega.serving.loader import check_same_arch, fill_from
+from areal_mega.serving.loader import Unchanged, check_same_arch, fill_from
 from areal_mega.sync.digest import combine
 from areal_mega.sync.group import create_group, destroy_group
 
@@ -58,8 +58,10 @@ class Updater:
         self.groups: dict[str, ProcessGroup] = {}
         self._joining: set[str] = set()
         self._open = False
-        self._broken = ""
-        """Why the weights are neither the old ones nor the new: a bucket of the open session failed while being received."""
+        self._failure = ""
+        """Why a bucket of the open session was not received."""
+        self._lacking: set[str] = set()
+        """After a failed update: tensors that must still come, in one session, before anything is computed again."""
 
     # Groups.
 
@@ -80,22 +82,39 @@ class Updater:
     def leave(self, name: str) -> None:
         if name not in self.groups:
             raise UpdateRefused("The group to be destroyed does not exist.")
-        destroy_group(self.groups.pop(name))
+        group = self.groups.pop(name)
+        if self._open and self._engine.holding and not self._failure:
+            # Whoever was sending is gone; a session that another one ends must not pass for complete.
+            self._failure = f"the group {name} was left in the midst of an update"
+            self._engine.broken = f"the weights are incomplete: {self._failure}; send all of them again"
+        destroy_group(group)
 
     # Sessions.
 
     def begin(self) -> None:
-        if self._open:
+        if self._open and not self._failure:
             raise UpdateRefused("a weight-update session is already open; call end_weight_update() first")
-        self._open, self._broken = True, ""
+        self._open, self._failure = True, ""
+        if self._engine.broken:
+            self._lacking = set(self._engine.model.weights.hf)  # which of them were replaced before is not worth trusting
 
     def end(self) -> None:
         if not self._open:
             raise UpdateRefused("no weight-update session is open; call begin_weight_update() first")
         self._open = False
-        self._engine.holding = bool(self._broken)
-        if self._broken:
-            raise UpdateRefused(f"the weights are incomplete: {self._broken}; send all of them again")
+        if self._failure:
+            self._engine.broken = f"the weights are incomplete: {self._failure}; send all of them again"
+        elif self._lacking:
+            some = ", ".join(sorted(self._lacking)[:3])
+            self._engine.broken = (
+                f"the weights are incomplete: an update failed, and the next one left out {len(self._lacking)} of "
+                f"{len(self._engine.model.weights.hf)} tensors ({some}, ...); send all of them again"
+            )
+        else:
+            self._engine.broken = ""
+        self._engine.holding = bool(self._engine.broken)
+        if self._engine.broken:
+            raise UpdateRefused(self._engine.broken)
 
     # Loading.
 
@@ -128,13 +147,16 @@ class Updater:
             tensors = self._receive_flat(bucket) if bucket.flat else self._receive_each(bucket)
         except (RuntimeError, TimeoutError) as error:
             self._engine.holding = True
-            self._broken = f"Failed to receive weights: {str(error).strip().splitlines()[0]}"
+            self._failure = f"Failed to receive weights: {str(error).strip().splitlines()[0]}"
+            # At once, not at the session's end: a trainer that died does not end it.
+            self._engine.broken = f"the weights are incomplete: {self._failure}; send all of them again"
             log.exception("a bucket was not received")
-            raise UpdateRefused(self._broken) from error
+            raise UpdateRefused(self._failure) from error
         self._engine.holding = True  # until the session ends: the rest of the weights is still of the old version
         for name, tensor in zip(bucket.names, tensors, strict=True):
             weights.load(name, tensor)
         weights.refresh(bucket.names)
+        self._lacking.difference_update(bucket.names)
         self._engine.weights_changed(bucket.version)
         self._flush(bucket.flush)
         return _done("Succeeded to update parameter online.", bucket.version)
@@ -164,10 +186,21 @@ class Updater:
             self._engine.abort(lambda _: True)
         weights = self._engine.model.weights
         try:
-            fill_from(weights, path, check_same_arch(weights.arch, path))
+            hf = check_same_arch(weights.arch, path)
         except UserError as error:
             raise UpdateRefused(f"Failed to update weights: {error}") from error
-        self._engine.holding, self._broken = False, ""  # a whole model has come
+        self._engine.holding, before = True, self._engine.broken
+        try:
+            fill_from(weights, path, hf)
+        except Unchanged as error:
+            self._engine.holding, self._engine.broken = bool(before), before
+            raise UpdateRefused(f"Failed to update weights: {error}") from error
+        except (UserError, OSError, RuntimeError) as error:
+            self._engine.broken = f"the weights are incomplete: {path} could not be read to its end ({error}); load all of them again"
+            raise UpdateRefused(f"Failed to update weights: {error}") from error
+        # A whole model has come.
+        self._engine.holding, self._engine.broken, self._failure = False, "", ""
+        self._lacking.clear()
         self._engine.weights_changed(version)
         self._flush(flush)
         return _done("Succeeded to update model weights.", version)

@@ -15,7 +15,6 @@ from areal_mega.core.errors import UserError
 from areal_mega.models.hf_io import HFSource
 from areal_mega.models.registry import family_for, load_hf_config
 from areal_mega.models.table import LOCAL, TRANSFORMER_ENGINE, Naming, TableMismatch
-from areal_mega.serving.arch import read_arch
 
 LAYOUTS = ["d1", "t2", "d2e2", "p2v2", "t2c2e2", "d2t2p2e2", "(attn:d2t2|ffn:e2t2)", "(attn:t4|ffn:e4t1)"]
 
@@ -286,13 +285,6 @@ def test_a_missing_query_rank_is_not_guessed() -> None:
     del hf["q_lora_rank"]
     with pytest.raises(UserError, match="lacks q_lora_rank"):
         settings_of(hf)
-
-
-@pytest.mark.parametrize("name", SPARSE)
-def test_the_embedded_server_refuses_in_one_line(name: str) -> None:
-    with pytest.raises(UserError, match=f"does not serve model_type '{SPARSE[name][0]}'") as caught:
-        read_arch(plain_config(tiny_config(name)))
-    assert "\n" not in str(caught.value)
 
 
 def test_heads_do_not_split_over_more_ranks_than_there_are() -> None:
