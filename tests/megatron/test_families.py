@@ -1,7 +1,9 @@
-"""Every sparse family in the engine: logits and gradients are transformers' at every kind of layout; the router's knobs do something."""
+"""Families in the engine beyond the parity matrix: uneven stages, both dispatchers, recomputation, and what the router's knobs do."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +15,6 @@ from tiny_models import SPARSE, tiny_model
 
 from areal_mega.parallel.strategy import parse
 
-# Which families take a layout is dealt so that all layouts meet latent and plain attention, and all families meet t, p, e and c.
-ALL = tuple(SPARSE)
-LAYOUTS: dict[str, tuple[str, ...]] = {
-    "megatron:d1": ALL,
-    "megatron:d1t2": ("mixtral", "qwen2_moe", "deepseek_v3", "moonlight", "glm4_moe"),
-    "megatron:d1p2": ("deepseek_v2", "glm4_moe-plain"),
-    "megatron:d2e2": ("qwen2_moe-renormalised", "deepseek_v3", "glm4_moe"),
-    "megatron:d1c2": ("mixtral", "deepseek_v3"),
-    "megatron:d1p2v2": ("deepseek_v3",),
-    "megatron:d1t2e2": ("deepseek_v2-groups",),
-    "megatron:(attn:d1t2|ffn:e1t2)": ("glm4_moe",),
-    "megatron:d2t2p2e2": ("deepseek_v3", "mixtral"),
-    "megatron:(attn:d1t2c2p2|ffn:e2t2)": ("moonlight",),
-    "megatron:d2t2c2e4": ("glm4_moe",),
-}
-BY_WORLD = {size: [s for s in LAYOUTS if parse(s).world_size == size] for size in (1, 2, 8)}
-
 
 @pytest.fixture(scope="session")
 def sparse_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -40,16 +25,6 @@ def sparse_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def sparse_references(sparse_models: dict[str, str]) -> dict[str, Any]:
     return run_ranks(1, families.references, folders=sparse_models)[0]
-
-
-@pytest.mark.parametrize("size", BY_WORLD)
-def test_families_equal_transformers(sparse_models: dict[str, str], sparse_references: dict[str, Any], size: int) -> None:
-    cases = [(name, strategy) for strategy in BY_WORLD[size] for name in LAYOUTS[strategy]]
-    jobs = [{"folder": sparse_models[name], "strategy": strategy, "split": 2 if "v2" in strategy else 1} for name, strategy in cases]
-    results = run_ranks(size, families.parities, jobs=jobs, timeout_s=300)
-    for number, (name, strategy) in enumerate(cases):
-        found = families.summary([rank[number] for rank in results], sparse_references[name])
-        families.check(found, f"{name} at {strategy}")
 
 
 def test_uneven_stages_equal_transformers(tmp_path: Path) -> None:
@@ -136,6 +111,23 @@ def test_every_knob_of_the_router_changes_something(sparse_models: dict[str, str
         assert np.array_equal(recomputed["after"][name], moved["after"][name]), "a second forward pass counts no token twice"
         assert np.array_equal(broken["after"][name], before), "an update that is skipped moves nothing"
     assert broken["skipped"]
+
+
+def test_group_limited_routing_comes_from_the_config(sparse_models: dict[str, str], tmp_path: Path) -> None:
+    """The same weights with another number of groups to choose from, or none: each routes otherwise, by either score of a group."""
+    for name in ("deepseek_v3", "deepseek_v2-groups"):
+        source = Path(sparse_models[name])
+        config = json.loads((source / "config.json").read_text())
+        assert config["topk_group"] < config["n_group"]
+        folders = [str(source)]
+        for number, change in enumerate(({"topk_group": config["topk_group"] + 1}, {"topk_group": config["n_group"]})):
+            other = tmp_path / f"{name}-{number}"
+            shutil.copytree(source, other)
+            (other / "config.json").write_text(json.dumps(config | change))
+            folders.append(str(other))
+        (results,) = run_ranks(1, families.updates, jobs=[{"folder": folder, "strategy": "megatron:d1"} for folder in folders])
+        norms = [result["grad_norm"] for result in results]
+        assert len({round(norm / norms[0], 4) for norm in norms}) == 3, f"{name}: {norms}"
 
 
 def test_load_is_counted_once_whatever_the_layout(sparse_models: dict[str, str]) -> None:
