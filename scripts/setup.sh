@@ -52,7 +52,8 @@ fi
 echo "setup: installing what requirements.lock lists (some GB the first time)" >&2
 quiet=(--quiet)
 [[ -t 2 ]] && quiet=()
-"$uv" pip sync ${quiet[@]+"${quiet[@]}"} --python "$python" --require-hashes requirements.lock
+# Compiled once: where PYTHONDONTWRITEBYTECODE is set, every process of a run would compile torch and the rest anew, for 10 s.
+"$uv" pip sync ${quiet[@]+"${quiet[@]}"} --compile-bytecode --python "$python" --require-hashes requirements.lock
 # Its own build back end is in the lock, so nothing else is fetched.
 "$uv" pip install --quiet --python "$python" --no-deps --no-build-isolation --editable .
 made_from >"$stamp"

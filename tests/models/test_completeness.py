@@ -22,7 +22,7 @@ from areal_mega.models.ownership import Ownership
 from areal_mega.models.proof import prove_table
 from areal_mega.models.qwen3_moe import Qwen3Moe
 from areal_mega.models.registry import FAMILIES, family_for, load_hf_config
-from areal_mega.models.table import HFTensor, Mapping, Param, Piece, Replicated, Shape, Split, Table, TableMismatch
+from areal_mega.models.table import LOCAL, HFTensor, Mapping, Param, Piece, Replicated, Shape, Split, Table, TableMismatch
 
 
 @pytest.fixture
@@ -195,3 +195,35 @@ def test_a_model_of_mixed_dtypes_is_refused_rather_than_guessed(model: Path) -> 
     hf = load_hf_config(str(model))
     with pytest.raises(TableMismatch, match="parameters of several dtypes"):
         HFGatherer(named, family_for(hf), hf, layout_of("megatron:d1"), 0)
+
+
+def test_a_shard_that_nothing_fills_is_poison_and_not_what_memory_held(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "decoder.layers.1.mlp.experts.local_experts.5.linear_fc2.weight"
+    fill = loading.fill_shard
+    monkeypatch.setattr(loading, "fill_shard", lambda target, shard, source: LOCAL.name(shard.param) == name or fill(target, shard, source))
+    with pytest.raises(TableMismatch, match=rf"{name} is not finite after the load"):
+        load(model)
+
+
+class WithFp32Router(Qwen3Moe):
+    """A family whose router weight is an island, as a recipe of a whole fp32 model has it."""
+
+    def layer(self, hf: Any, layer: int) -> list[Param]:
+        return [dataclasses.replace(p, fp32=True) if p.role == "mlp.router.weight" else p for p in super().layer(hf, layer)]
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float32"])
+def test_router_weights_have_the_dtype_that_the_recipe_says_through_sync(model: Path, wire: str) -> None:
+    """``model.dtype`` fp32 and ``rollout.dtype`` as said; an island is fp32 whatever they say. Bits below bf16's tell."""
+    gate = "model.layers.1.mlp.gate.weight"
+    exact = torch.full((8, 64), 1 + 2.0**-20)
+    edit(model, **{gate: exact})
+    hf, ranks = load_hf_config(str(model)), layout_of("megatron:d1")
+    for family, kept in ((family_for(hf), wire == "float32"), (WithFp32Router(), True)):
+        with HFSource(model) as source:
+            (named,) = load_all(family, hf, source, ranks)
+        gatherer = HFGatherer(named, family, hf, ranks, 0)
+        plan = {spec.name: spec.dtype for spec in gatherer.plan_as(getattr(torch, wire))}
+        assert (plan[gate] == torch.float32) == kept
+        sent = dict(item for item in gatherer.stream(getattr(torch, wire)) if item is not None)
+        assert torch.equal(sent[gate].float(), exact) == kept
