@@ -127,7 +127,8 @@ def test_group_limited_routing_comes_from_the_config(sparse_models: dict[str, st
             folders.append(str(other))
         (results,) = run_ranks(1, families.updates, jobs=[{"folder": folder, "strategy": "megatron:d1"} for folder in folders])
         norms = [result["grad_norm"] for result in results]
-        assert len({round(norm / norms[0], 4) for norm in norms}) == 3, f"{name}: {norms}"
+        choices = {config["topk_group"], config["topk_group"] + 1, config["n_group"]}
+        assert len({round(norm / norms[0], 4) for norm in norms}) == len(choices), f"{name}: {norms}"
 
 
 def test_load_is_counted_once_whatever_the_layout(sparse_models: dict[str, str]) -> None:
