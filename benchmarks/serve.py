@@ -32,7 +32,7 @@ from typing import IO, Any, Protocol
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 300.0
 MOE = {
-    "vocab_size": 32000,
+    "vocab_size": 49152,
     "hidden_size": 512,
     "intermediate_size": 1024,
     "num_hidden_layers": 8,
@@ -141,7 +141,8 @@ class Http:
                 async with slots:
                     path, body = self.body(request)
                     async with session.post(self._url + path, json=body) as answer:
-                        answer.raise_for_status()
+                        if answer.status != 200:
+                            raise SystemExit(f"{self.name} answered {answer.status}: {(await answer.text())[:500]}")
                         got = self.length(await answer.json())
                         assert got == request.new, f"{self.name} made {got} tokens where {request.new} were asked for"
 
@@ -231,13 +232,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def make_moe(folder: Path) -> str:
+def make_moe(folder: Path, tokenizer: str) -> str:
+    """A random model, with the dense one's tokenizer: all servers write text too."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **MOE), dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     return str(folder)
 
 
@@ -248,8 +251,10 @@ def start(folder: str, args: argparse.Namespace, stack: ExitStack) -> list[Any]:
     def log() -> IO[bytes]:
         return stack.enter_context(tempfile.TemporaryFile("w+b"))
 
-    own = [sys.executable, "-m", "areal_mega.serving", folder, "--port", "{port}", "--dtype", "bfloat16", "--skip-tokenizer-init"]
-    engines: list[Any] = [Http("embedded", own + args.server_args.split(), env, "/health", log())]
+    own = [sys.executable, "-m", "areal_mega.serving", folder, "--port", "{port}", "--dtype", "bfloat16"]
+    # Every engine computes every prompt: the prompts of the rounds are the same.
+    own += ["--prefix-cache-tokens", "0", *args.server_args.split()]
+    engines: list[Any] = [Http("embedded", own, env, "/health", log())]
     if not args.only_embedded:
         engines.append(Transformers(folder, env, log()))
     bare = {k: v for k, v in env.items() if k != "PYTHONPATH"}
@@ -257,12 +262,11 @@ def start(folder: str, args: argparse.Namespace, stack: ExitStack) -> list[Any]:
         command = [args.sglang_python, "-m", "sglang.launch_server", "--model-path", folder, "--device", "cpu", "--port", "{port}"]
         command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
         command += ["--dtype", "bfloat16", "--context-length", "2048", "--max-total-tokens", "32768", "--skip-server-warmup"]
-        command += ["--sleep-on-idle", "--skip-tokenizer-init", "--disable-radix-cache"]
+        command += ["--sleep-on-idle", "--disable-radix-cache"]
         engines.append(Http("sglang-cpu", command, bare | {"SGLANG_USE_CPU_ENGINE": "1"}, "/model_info", log()))
     if args.vllm_python:
         command = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "served"]
-        command += ["--port", "{port}", "--dtype", "bfloat16", "--max-model-len", "2048", "--enforce-eager", "--skip-tokenizer-init"]
-        command += ["--no-enable-prefix-caching"]
+        command += ["--port", "{port}", "--dtype", "bfloat16", "--max-model-len", "2048", "--enforce-eager", "--no-enable-prefix-caching"]
         omp = next(Path(args.vllm_python).parent.parent.rglob("libiomp5.so"), None)
         extra = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"0-{args.threads - 1}"}
         engines.append(Vllm("vllm-cpu", command, bare | extra | ({"LD_PRELOAD": str(omp)} if omp else {}), "/health", log()))
@@ -314,7 +318,7 @@ def main() -> None:
         measure(args.model, args.model, int(load_hf_config(args.model)["vocab_size"]), args)
     if "moe" in args.models:
         with tempfile.TemporaryDirectory(prefix="serve-moe-") as folder:
-            measure("Qwen3-MoE, 8 layers, 32 experts of which 4", make_moe(Path(folder)), int(MOE["vocab_size"]), args)
+            measure("Qwen3-MoE, 8 layers, 32 experts of which 4", make_moe(Path(folder), args.model), int(MOE["vocab_size"]), args)
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def speed(args: argparse.Namespace, work: Path) -> None:
         flops = model_flops(config, length) * result["tokens_per_s"] / 1e12
         against = peak or result["matmul_tflops"]
         print(
-            f"{name:<22}{result['parameters'] / 1e6:>10.0f} M{result['tokens_per_s']:>10.0f}{flops:>9.2f}"
+            f"{name:<22}{result['parameters'] / 1e6:>10.1f} M{result['tokens_per_s']:>10.0f}{flops:>9.2f}"
             f"{flops / against:>12.0%} {result['peak_gb']:>10.2f} GB"
         )
     of = f"{peak:.0f} TFLOP/s as given" if peak else f"the {result['matmul_tflops']:.2f} TFLOP/s of a large bf16 matrix product here"

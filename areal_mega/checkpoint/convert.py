@@ -20,7 +20,7 @@ from torch import Tensor
 from areal_mega.checkpoint.arrays import DTYPE_NAMES, ArraySpec, ArrayStore
 from areal_mega.checkpoint.canonical import LogicalArray, array_name, logical_arrays, places, region_start, whole_shape
 from areal_mega.checkpoint.journal import Journal, exclusive
-from areal_mega.checkpoint.location import Location, publish, storage
+from areal_mega.checkpoint.location import Location, publish, refuse_unfinished, storage
 from areal_mega.checkpoint.manifest import JOURNAL, MANIFEST, Manifest, begin, write_files
 from areal_mega.checkpoint.model import Checkpoint
 from areal_mega.checkpoint.pool import run_units
@@ -84,6 +84,7 @@ def from_hf(
     Raises:
         UserError: the folder is damaged or incomplete, the strategy does not fit, ``out`` is taken or cannot be written.
     """
+    refuse_unfinished(Location.of_folder(Path(model)))
     hf_config = load_hf_config(str(model))
     table = family_for(hf_config).table(hf_config)
     layout = RankLayout(parse(strategy))

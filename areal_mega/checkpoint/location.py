@@ -123,6 +123,17 @@ class Location:
         return self.path.exists() if self.path is not None else bool(self.listing())
 
 
+def refuse_unfinished(place: Location) -> None:
+    """Say of a folder that is not there yet that it is unfinished, rather than look for its name on the hub.
+
+    Raises:
+        UserError: what is to become the folder lies aside.
+    """
+    aside = place.aside.path
+    if place.path is not None and aside is not None and not place.path.exists() and aside.exists():
+        raise UserError(f"{place} was never completed; run what writes it again")
+
+
 def publish(aside: Location, target: Location, journal: str | None = None) -> None:
     """Give a complete folder its name, for good (in an object store the manifest commits).
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from areal_mega.checkpoint.arrays import DTYPE_NAMES
 from areal_mega.checkpoint.canonical import array_name
 from areal_mega.checkpoint.convert import Meter, Silent, default_workers, extract, read_checkpoint, read_hf
-from areal_mega.checkpoint.location import Location
+from areal_mega.checkpoint.location import Location, refuse_unfinished
 from areal_mega.checkpoint.manifest import MANIFEST
 from areal_mega.checkpoint.model import Checkpoint
 from areal_mega.checkpoint.pool import run_units
@@ -113,6 +113,7 @@ def open_side(text: str | Path) -> Side:
     place = Location.parse(text)
     if place.path is None or (place.path / MANIFEST).is_file():
         return CheckpointSide(str(text))
+    refuse_unfinished(place)
     return FolderSide(str(place.path) if "://" in str(text) else str(text))
 
 

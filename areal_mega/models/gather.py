@@ -129,6 +129,7 @@ class HFGatherer:
         prove_model(((name, tuple(tensor.shape)) for name, tensor in named.items()), self._ownership, rank, naming)
         self._params = tuple(p for p in table.exported if stage is None or self._ownership.stage(p) == stage)
         self._dtype = self._common_dtype()
+        self._kept: dict[tuple[int, int], Tensor] = {}
 
     def _common_dtype(self) -> torch.dtype:
         """The training dtype: that of every parameter but fp32 islands, so that ranks agree on it without talking."""
@@ -211,7 +212,7 @@ class HFGatherer:
 
     def _contribute(self, parcels: list[_Parcel]) -> Iterator[None]:
         """A sender's side: a parcel is packed while the one before travels."""
-        buffers = _Buffers(parcels, self._device)
+        buffers = _Buffers(parcels, self._device, self._kept)
         under_way: Pending | None = None
         sent = 0
         for parcel in parcels:
@@ -239,7 +240,7 @@ class HFGatherer:
 
     def _collect(self, parcels: list[_Parcel], place: Place | None) -> Iterator[tuple[str, Tensor]]:
         """The root's side: receive the next parcel while this one is unpacked."""
-        buffers = _Buffers(parcels, self._device)
+        buffers = _Buffers(parcels, self._device, self._kept)
         following = self._post(parcels, 0, buffers)
         for number, parcel in enumerate(parcels):
             received, pending = following
@@ -272,16 +273,19 @@ class HFGatherer:
 
 
 class _Buffers:
-    """Two buffers per rank, taken in turn: fresh memory for every parcel would cost as much as copying it once more."""
+    """Two buffers per rank, taken in turn: fresh memory for every parcel would cost as much as copying it once more.
 
-    def __init__(self, parcels: list[_Parcel], device: torch.device) -> None:
+    On a CPU they are kept for the next stream, for the same reason. On a GPU torch's allocator keeps the memory, for whoever needs it.
+    """
+
+    def __init__(self, parcels: list[_Parcel], device: torch.device, kept: dict[tuple[int, int], Tensor]) -> None:
         self._parcels, self._device = parcels, device
-        self._made: dict[tuple[int, int], Tensor] = {}
+        self._made = kept if device.type == "cpu" else {}
 
     def take(self, rank: int, turn: int, parcel: _Parcel) -> Tensor:
         """A buffer for ``rank``'s part of ``parcel``; the one taken two turns ago must be done with."""
         key = rank, turn % 2
-        if key not in self._made:
+        if key not in self._made or len(self._made[key]) < parcel.sizes[rank]:
             largest = max(p.sizes.get(rank, 0) for p in self._parcels)
             self._made[key] = torch.empty(largest, dtype=torch.uint8, device=self._device)
         return self._made[key][: parcel.sizes[rank]]

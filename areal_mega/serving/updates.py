@@ -57,6 +57,8 @@ class Updater:
         self._engine, self._timeout_s = engine, timeout_s
         self.groups: dict[str, ProcessGroup] = {}
         self._joining: set[str] = set()
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        """Where buckets of the open session arrive: fresh memory for each would cost as much as another copy."""
         self._open = False
         self._failure = ""
         """Why a bucket of the open session was not received."""
@@ -95,6 +97,7 @@ class Updater:
         if self._open and not self._failure:
             raise UpdateRefused("a weight-update session is already open; call end_weight_update() first")
         self._open, self._failure = True, ""
+        self._flat = torch.empty(0, dtype=torch.uint8)  # a broadcast that failed may still write into the old one
         if self._engine.broken:
             self._lacking = set(self._engine.model.weights.hf)  # which of them were replaced before is not worth trusting
 
@@ -102,6 +105,7 @@ class Updater:
         if not self._open:
             raise UpdateRefused("no weight-update session is open; call begin_weight_update() first")
         self._open = False
+        self._flat = torch.empty(0, dtype=torch.uint8)
         if self._failure:
             self._engine.broken = f"the weights are incomplete: {self._failure}; send all of them again"
         elif self._lacking:
@@ -163,7 +167,9 @@ class Updater:
 
     def _receive_flat(self, bucket: Bucket) -> list[Tensor]:
         sizes = [_count(shape) * _WIRE[dtype].itemsize for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        if len(self._flat) < sum(sizes):
+            self._flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        flat = self._flat[: sum(sizes)]
         self._broadcast(flat, bucket.group)
         parts = flat.split(sizes)
         return [_as_tensor(part, dtype, shape) for part, dtype, shape in zip(parts, bucket.dtypes, bucket.shapes, strict=True)]

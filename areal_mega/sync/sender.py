@@ -70,6 +70,8 @@ class WeightSender:
         self._parts: tuple[int, dict[int, str]] | None = None
         """Digests of this rank's own parts, and the version that they are of."""
         self._digests: dict[str, str] = {}
+        self._buffers: list[torch.Tensor] = []
+        """Kept from sync to sync on a CPU, where fresh memory costs as much as a copy; a GPU's is kept by torch's allocator."""
 
     def host(self, address: str, timeout_s: float) -> int:
         """Listen for the members of this sender's weight-sync group; on which port."""
@@ -188,7 +190,9 @@ class WeightSender:
         plan = plan_buckets((spec for spec in self.specs if only is None or spec.name in only), self._bucket_bytes)
         home = {name: number for number, bucket in enumerate(plan) for name in bucket.names}
         largest = max((bucket.nbytes for bucket in plan), default=0)
-        buffers = [torch.empty(largest if self.sends else 0, dtype=torch.uint8, device=self._device) for _ in plan[:2]]
+        buffers = self._buffers if self._device.type == "cpu" else []
+        if len(buffers) < len(plan[:2]) or len(buffers[0]) < largest:
+            buffers[:] = [torch.empty(largest if self.sends else 0, dtype=torch.uint8, device=self._device) for _ in plan[:2]]
         offset = 0
 
         def place(tensor: HFTensor) -> torch.Tensor:

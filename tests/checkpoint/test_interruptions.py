@@ -21,6 +21,7 @@ from areal_mega.checkpoint.arrays import ArrayStore
 from areal_mega.checkpoint.convert import from_hf, to_hf
 from areal_mega.checkpoint.location import Location
 from areal_mega.checkpoint.model import Checkpoint
+from areal_mega.checkpoint.verify import verify
 from areal_mega.core.errors import UserError
 
 
@@ -181,6 +182,9 @@ def test_a_signal_is_one_line_and_the_same_command_goes_on(
         f"error: interrupted by {number.name}; {out} is not complete, and the same command goes on where it stopped\n",
     )
     assert [p.name for p in tmp_path.iterdir()] == [".out.partial"]
+    for use in (lambda: verify(out, llama), lambda: from_hf(out, tmp_path / "other", strategy="megatron:d1")):
+        with pytest.raises(UserError, match="was never completed; run what writes it again"):
+            use()
     meter = Done()
     if direction == "from-hf":
         from_hf(source, out, strategy="megatron:d1t2", meter=meter)

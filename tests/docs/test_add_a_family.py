@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import tiny_models
+
 from areal_mega.models import blocks, family, hf_config, registry, table
 from areal_mega.serving.arch import SERVED
 
@@ -25,7 +27,7 @@ def test_the_table_of_families_is_the_registry() -> None:
 
 def test_names_exist() -> None:
     members = {"Family", "UserError", "FAMILIES", "SERVED", "read_arch", "TransformerConfig", "MLATransformerConfig"}
-    for owner in (family.Family, table.Param, table, blocks, hf_config):
+    for owner in (family.Family, table.Param, table, blocks, hf_config, tiny_models):
         members |= set(dir(owner)) | set(getattr(owner, "__annotations__", {}))
     prose = re.sub(r"^\|.*\|$", "", PAGE, flags=re.MULTILINE)
     for name in re.findall(r"`([A-Za-z_]\w*)`", prose):

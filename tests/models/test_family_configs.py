@@ -43,9 +43,11 @@ def test_megatron_takes_every_family(name: str) -> None:
     hf = plain_config(tiny_config(name))
     config = TransformerConfig(**family_for(hf).transformer_config(hf))
     assert config.layernorm_epsilon == 1e-6
-    assert config.kv_channels == {"llama": 16, "qwen2": 16, "qwen3": 32, "qwen3_moe": 32}[name]
-    assert config.add_qkv_bias == (name == "qwen2")
-    assert config.qk_layernorm == name.startswith("qwen3")
+    assert config.kv_channels == (hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+    roles = {param.role for param in family_for(hf).parameters(hf)}
+    assert (config.add_qkv_bias or config.add_bias_linear) == ("self_attention.linear_qkv.bias" in roles)
+    assert config.add_bias_linear == ("self_attention.linear_proj.bias" in roles)
+    assert config.qk_layernorm == ("self_attention.q_layernorm.weight" in roles)
     assert config.moe_aux_loss_coeff == 0, "the model's own router_aux_loss_coef never leaks into training"
     assert config.attention_dropout == config.hidden_dropout == 0
 

@@ -27,7 +27,7 @@ PROMPT = (5, 6, 7, 8, 9, 10, 11)
 WAIT_S = 300.0
 EXACT = 1e-4
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {"tied": ("qwen3", {}), "untied": ("llama", {"head_dim": 32}), "sparse": ("qwen3_moe", {})}
-KINDS = [*["recorded-tied"] * any(DATA.glob("*.json")), *[f"vllm-{name}" for name in MODELS if ENV]]
+KINDS = ["recorded-tied", *[f"vllm-{name}" for name in MODELS if ENV]]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -264,4 +264,4 @@ async def test_a_paused_server_is_alive(client: VLLMClient) -> None:
 def test_every_recording_is_of_a_test_here() -> None:
     source = Path(__file__).read_text()
     names = {path.stem.partition("-")[0] for path in DATA.glob("*.json")}
-    assert all(f"async def {name}(" in source for name in names)
+    assert names and all(f"async def {name}(" in source for name in names)

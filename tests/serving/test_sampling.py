@@ -37,6 +37,20 @@ def test_tokens_are_drawn_with_their_probabilities(temperature: float) -> None:
     assert ((observed - expected) ** 2 / expected).sum() * 40_000 < 20.5  # 5 degrees of freedom, p = 0.001
 
 
+def test_a_large_vocabulary_is_drawn_with_its_probabilities() -> None:
+    logits = torch.randn(1, 600, generator=torch.Generator().manual_seed(3))  # three blocks, the last one partly filled
+    for columns in ({"temperature": 1.3}, {"top_k": 400}):
+        weights = torch.softmax(logits / columns.get("temperature", 1.0), -1)[0].double()
+        if "top_k" in columns:
+            weights[weights.argsort(descending=True)[400:]] = 0.0
+        expected = (weights / weights.sum()).numpy()
+        observed, seen = frequencies(logits, draws=20_000, **columns), expected > 0
+        degrees = int(seen.sum()) - 1
+        statistic = ((observed - expected)[seen] ** 2 / expected[seen]).sum() * 20_000
+        assert observed[~seen].sum() == 0
+        assert statistic < degrees + 3.1 * (2 * degrees) ** 0.5  # p = 0.001
+
+
 def test_limits_cut_and_keep_proportions() -> None:
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.06, 0.04]]))
     for limit, kept in [({"top_k": 2}, 2), ({"top_p": 0.65}, 2), ({"top_p": 0.75}, 3), ({"min_p": 0.4}, 3), ({"top_k": 1}, 1)]:
