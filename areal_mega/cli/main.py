@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from areal_mega import __version__
-from areal_mega.cli import config, convert, doctor, launch, report, serve, slurm, status, train
+from areal_mega.cli import config, convert, doctor, launch, report, serve, simulate, slurm, status, train
 from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app.command("doctor")(doctor.doctor)
 # Its options are the server's own, so `--help` goes there too.
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)(serve.serve)
 app.command("report")(report.report)
+app.command("simulate")(simulate.simulate)
 app.command("launch")(launch.launch)
 app.command("status")(status.status)
 app.command("stop")(status.stop)

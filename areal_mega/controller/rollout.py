@@ -21,35 +21,13 @@ from areal_mega.rollout.results import EpisodeResult, Purpose
 from areal_mega.rollout.staleness import StalenessControl
 from areal_mega.rpc.client import RpcClient
 
-__all__ = ["ReadyBatch", "RolloutController", "RolloutFailed", "dispatch_settings"]
+__all__ = ["ReadyBatch", "RolloutController", "RolloutFailed"]
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 20.0
 _COLLECT = 256
 _STATUS_S = 5.0
-_AHEAD = 4
-"""A replica is given a quarter more prompts than it runs at once, so that none of its places is empty while an answer travels."""
-
-
-def dispatch_settings(recipe: Recipe, algorithm: Algorithm) -> DispatchSettings:
-    """What dispatch needs to know of a recipe."""
-    rollout = recipe.rollout
-    at_once = rollout.max_concurrent_prompts
-    return DispatchSettings(
-        batch_size=recipe.train.batch_size,
-        action=recipe.staleness.action,
-        group_size=rollout.group_size,
-        max_per_replica=at_once + -(-at_once // _AHEAD),
-        attempts=rollout.prompt_attempts,
-        max_poisoned=rollout.max_poisoned_prompts,
-        # The worker ends an episode after prompt_timeout_s. One that waited for a place waited for such an episode; and an evaluation,
-        # which goes first, is given rpc_timeout_s.
-        deadline_s=2 * rollout.prompt_timeout_s + recipe.launch.rpc_timeout_s,
-        lone_is_useless=algorithm.singleton == "error",
-        uniform_is_useless=algorithm.filter_uniform_groups,
-        expected_tokens=rollout.max_new_tokens / 2,
-    )
 
 
 class RolloutController:
@@ -66,7 +44,7 @@ class RolloutController:
     ) -> None:
         self._clients, self._recipe = clients, recipe
         self._by_address = {client.address: client for client in clients}
-        self._dispatch = Dispatch(stream, staleness, dispatch_settings(recipe, algorithm))
+        self._dispatch = Dispatch(stream, staleness, DispatchSettings.of(recipe, algorithm))
         for address in self._by_address:
             self._dispatch.replica_joined(address)
         self._changed = asyncio.Condition()
@@ -82,6 +60,15 @@ class RolloutController:
     def poisoned(self) -> Mapping[str, str]:
         """Prompts that failed every time, with the last reason; never tried again."""
         return self._dispatch.poisoned
+
+    async def drain_decode(self) -> dict[str, dict[int, int]]:
+        """Tokens and milliseconds of all servers by number of running sequences, since the last call; as histograms."""
+        answers = await gather_all(client.call("measures", timeout_s=self._timeout_s) for client in self._clients)
+        out: dict[str, Counter[int]] = {"rollout/decode_tokens": Counter(), "rollout/decode_ms": Counter()}
+        for answer in answers:
+            out["rollout/decode_tokens"].update(answer["tokens"])
+            out["rollout/decode_ms"].update(answer["ms"])
+        return {name: dict(bins) for name, bins in out.items()}
 
     def drain_lengths(self) -> dict[int, int]:
         """Samples by generated tokens (lower edges of bins), of the groups that finished since the last call."""

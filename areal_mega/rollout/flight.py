@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from areal_mega.algorithms.registry import Algorithm
+from areal_mega.config.schema import Recipe
 from areal_mega.core.types import Group, Prompt
 from areal_mega.rollout.lengths import LengthBias
 from areal_mega.rollout.routing import Route
 from areal_mega.rollout.staleness import StaleAction
+
+_AHEAD = 4
+"""A replica is given a quarter more prompts than it runs at once, so that none of its places is empty while an answer travels."""
 
 Key = tuple[str, int]
 """(prompt id, epoch)"""
@@ -32,6 +37,26 @@ class DispatchSettings:
     lone_is_useless: bool
     uniform_is_useless: bool
     expected_tokens: float
+
+    @classmethod
+    def of(cls, recipe: Recipe, algorithm: Algorithm) -> DispatchSettings:
+        """As a recipe says."""
+        rollout = recipe.rollout
+        at_once = rollout.max_concurrent_prompts
+        return cls(
+            batch_size=recipe.train.batch_size,
+            action=recipe.staleness.action,
+            group_size=rollout.group_size,
+            max_per_replica=at_once + -(-at_once // _AHEAD),
+            attempts=rollout.prompt_attempts,
+            max_poisoned=rollout.max_poisoned_prompts,
+            # The worker ends an episode after prompt_timeout_s. One that waited for a place waited for such an episode; and an
+            # evaluation, which goes first, is given rpc_timeout_s.
+            deadline_s=2 * rollout.prompt_timeout_s + recipe.launch.rpc_timeout_s,
+            lone_is_useless=algorithm.singleton == "error",
+            uniform_is_useless=algorithm.filter_uniform_groups,
+            expected_tokens=rollout.max_new_tokens / 2,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,14 @@ from areal_mega.rollout.engines import client_for
 from areal_mega.rollout.executor import Executor
 from areal_mega.rollout.inference import InferenceServer
 from areal_mega.rollout.load import load_workflow
+from areal_mega.rollout.meter import DecodeMeter, Metered
 from areal_mega.rollout.patient import Patient
 from areal_mega.rollout.results import PURPOSES, EpisodeResult, Purpose
 from areal_mega.rollout.store import TrajectoryStore
 from areal_mega.rollout.workflow import GenerationEngine, GenerationSettings, Workflow, WorkflowContext
 from areal_mega.rpc.server import RpcServer
 
-METHODS = ("connect", "submit", "cancel", "collect", "fetch", "release", "under_way", "status", "suspend", "resume")
+METHODS = ("connect", "submit", "cancel", "collect", "fetch", "release", "under_way", "measures", "status", "suspend", "resume")
 
 
 class RolloutWorker:
@@ -42,6 +43,7 @@ class RolloutWorker:
         self._store = TrajectoryStore(address, limit=int(recipe.rollout.store_mb * 2**20), folder=spill)
         reward = recipe.reward
         self._reward = RewardRunner(reward.path, reward.kwargs, timeout_s=reward.timeout_s, workers=reward.workers)
+        self._meter = DecodeMeter()
         self._workflows: dict[Purpose, Workflow] = {}
         self._client: InferenceServer | None = None
         self._executor: Executor | None = None
@@ -98,7 +100,7 @@ class RolloutWorker:
         assert self._executor is None, "the worker is connected already"
         self._executor = Executor(
             run=self._recipe.run.name,
-            engine=engine,
+            engine=Metered(engine, self._meter),
             workflows=self._workflows,
             store=self._store,
             max_concurrent=self._recipe.rollout.max_concurrent_prompts,
@@ -130,6 +132,11 @@ class RolloutWorker:
     async def release(self, keys: Sequence[str]) -> int:
         """Forget arrays that were trained on or will not be; returns the bytes freed."""
         return self._store.release(keys)
+
+    async def measures(self) -> dict[str, dict[int, int]]:
+        """What the server did since the last call: ``tokens`` and ``ms`` by number of running sequences."""
+        tokens, ms = self._meter.take()
+        return {"tokens": tokens, "ms": ms}
 
     async def status(self) -> dict[str, Any]:
         """Queues, counters since start, bytes held, and the episodes that have run longest (prompt id, seconds)."""

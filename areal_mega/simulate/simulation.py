@@ -122,13 +122,14 @@ class Simulation:
         self._prepare()
         if skip is None:
             skip = min(self.steps - 1, max(self.recipe.staleness.max_staleness + 1, self.steps // 5))
-        marks = (0.0, 0.0, 0.0)
+        marks = (0.0, 0.0, 0.0) if skip == 0 else None
         while len(self._done) < self.steps:
             self._act()
-            if len(self._done) == skip and marks == (0.0, 0.0, 0.0):
+            if marks is None and len(self._done) >= skip:
                 marks = (self.now, self._tokens, self._idle)
             while len(self._done) < self.steps and not self._pass_time():
                 pass
+        assert marks is not None, f"{skip} of {self.steps} steps were to be left out"
         start, tokens, idle = marks
         span = (self.now - start) * len(self._replicas)
         return Result(self._done, skip, start, self._tokens - tokens, (self._idle - idle) / span)

@@ -77,6 +77,9 @@ class FakeWorker:
         self.cancelled += tickets
         self.running = [each for each in self.running if self.tickets[each[0].id, each[0].epoch] not in tickets]
 
+    async def measures(self) -> dict[str, dict[int, int]]:
+        return {"tokens": {4: 10}, "ms": {4: 100}}
+
     async def status(self) -> dict[str, Any]:
         return {"oldest": [(each.id, 7.0) for each, _, _ in self.running[:3]]}
 
