@@ -125,6 +125,7 @@ class Run:
         section = self.recipe.checkpoint
         if (last and section.export_at_end) or (section.export_every_steps and done % section.export_every_steps == 0):
             await self._export("final" if last else f"step-{done}")
+        self._histograms |= await self.rollout.drain_decode()
         self._log(done)
 
     def _plan(self, ready: ReadyBatch) -> StepBatch:
