@@ -31,8 +31,9 @@ from typing import IO, Any, Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 300.0
+VOCAB = 49152
 MOE = {
-    "vocab_size": 49152,
+    "vocab_size": VOCAB,
     "hidden_size": 512,
     "intermediate_size": 1024,
     "num_hidden_layers": 8,
@@ -318,7 +319,7 @@ def main() -> None:
         measure(args.model, args.model, int(load_hf_config(args.model)["vocab_size"]), args)
     if "moe" in args.models:
         with tempfile.TemporaryDirectory(prefix="serve-moe-") as folder:
-            measure("Qwen3-MoE, 8 layers, 32 experts of which 4", make_moe(Path(folder), args.model), int(MOE["vocab_size"]), args)
+            measure("Qwen3-MoE, 8 layers, 32 experts of which 4", make_moe(Path(folder), args.model), VOCAB, args)
 
 
 if __name__ == "__main__":
