@@ -294,6 +294,8 @@ class WeightSync:
 
     async def _all(self, jobs: Jobs, doing: str) -> dict[str, Any]:
         """Answers by who gave them. The first failure ends the wait, and so does the deadline, which names who is missing."""
+        if not jobs:  # all servers of the old group are dead
+            return {}
         tasks = {who: asyncio.ensure_future(job) for who, job in jobs.items()}
         try:
             _, pending = await asyncio.wait(tasks.values(), timeout=self._section.timeout_s, return_when=asyncio.FIRST_EXCEPTION)

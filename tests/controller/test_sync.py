@@ -410,6 +410,18 @@ async def test_a_lost_server_is_left_out_and_let_in_again(tmp_path: Path) -> Non
     assert "init_group" not in cast.of("server rank 1"), "the same membership keeps its group"
 
 
+async def test_all_servers_may_be_lost_and_come_back(tmp_path: Path) -> None:
+    cast = Cast(tmp_path)
+    await cast.push(1)
+    for rank in (0, 1):
+        cast.sync.lose(rank)
+    assert cast.sync.members == ()
+    cast.sync.admit(1)
+    cast.events.clear()
+    await cast.sync.push(1)
+    assert cast.of("server rank 0") == [] and "destroy_group" not in cast.of("server rank 1") and cast.servers[1].version == 1
+
+
 async def test_replicas_without_digests_are_held_against_each_other(tmp_path: Path) -> None:
     cast = Cast(tmp_path, hf_digests=False, able={"checksums": True})
     await cast.push()
