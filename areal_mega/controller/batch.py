@@ -158,10 +158,12 @@ def bias_metrics(bias: LengthBias) -> Metrics:
     """What the action ``drop_sample`` would have done to the samples that came in: lengths and rewards of both parts, and the shifts."""
     fresh, late = bias.fresh, bias.late
     out: Metrics = {"staleness/late_samples": m.mean(late.samples, late.samples + fresh.samples)}
-    for name, tally in (("fresh", fresh), ("late", late)):
-        if tally.samples:
-            out[f"staleness/{name}_tokens"] = m.mean(tally.tokens, tally.samples)
-            out[f"staleness/{name}_reward"] = m.mean(tally.reward, tally.samples)
+    if fresh.samples:
+        out["staleness/fresh_tokens"] = m.mean(fresh.tokens, fresh.samples)
+        out["staleness/fresh_reward"] = m.mean(fresh.reward, fresh.samples)
+    if late.samples:
+        out["staleness/late_tokens"] = m.mean(late.tokens, late.samples)
+        out["staleness/late_reward"] = m.mean(late.reward, late.samples)
     if bias.length_shift is not None and bias.reward_shift is not None:
         out["staleness/drop_length_shift"] = m.last(bias.length_shift)
         out["staleness/drop_reward_shift"] = m.last(bias.reward_shift)
