@@ -140,10 +140,10 @@ def save(
     with ranks.together("write its shards"):
         mine = [
             (shard, named[naming.name(shard.param)].detach())
-            for number, shard in enumerate(_owned_candidates(ownership))
-            if _turn(ownership, shard, number) == rank
+            for number, shard in enumerate(owned_candidates(ownership))
+            if turn(ownership, shard, number) == rank
         ]
-        work = partial(_write_shard, store, specs)
+        work = partial(write_shard, store, specs)
         run_units(mine, work, workers=WRITERS, cost=lambda item: item[1].nbytes)
         target.aside.sync()
     with ranks.together("complete the checkpoint"):
@@ -154,12 +154,12 @@ def save(
             publish(target.aside, target)
 
 
-def _owned_candidates(ownership: Ownership) -> list[Shard]:
+def owned_candidates(ownership: Ownership) -> list[Shard]:
     """Every part of every array, once."""
     return [Shard(param, ownership.parts(param), part) for param in ownership.table.exported for part in range(ownership.sources(param))]
 
 
-def _turn(ownership: Ownership, shard: Shard, number: int) -> int:
+def turn(ownership: Ownership, shard: Shard, number: int) -> int:
     """The rank that writes a part: holders of the same bytes take turns."""
     holders = ownership.holders(shard.param, shard.rank)
     return holders[number % len(holders)]
@@ -180,7 +180,7 @@ def _common_specs(named: Mapping[str, Tensor], ownership: Ownership, rank: int, 
     return {name: array.spec(DTYPES[dtypes[name]], ownership) for name, array in arrays.items()}
 
 
-def _write_shard(store: ArrayStore, specs: Mapping[str, ArraySpec], item: tuple[Shard, Tensor]) -> None:
+def write_shard(store: ArrayStore, specs: Mapping[str, ArraySpec], item: tuple[Shard, Tensor]) -> None:
     shard, tensor = item
     param, dim = shard.param, shard.param.mapping.dim
     values = tensor.cpu()

@@ -183,6 +183,16 @@ def _sampling(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> 
         )
 
 
+def _resume(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Iterator[str]:
+    if r.run.resume and r.run.overwrite:
+        yield "run.resume and run.overwrite are both true: one goes on with what is there, the other removes it; set one to false"
+    if r.launch.restarts and not r.checkpoint.recover_every_steps:
+        yield (
+            f"launch.restarts is {r.launch.restarts} but checkpoint.recover_every_steps is 0: every restart would begin anew; "
+            "set checkpoint.recover_every_steps or launch.restarts=0"
+        )
+
+
 def _schedules(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Iterator[str]:
     steps, optimizer = r.run.steps, r.train.optimizer
     if optimizer.min_lr > optimizer.lr:
@@ -217,4 +227,4 @@ def _schedules(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) ->
 
 
 Check = Callable[[Recipe, ParallelStrategy, ParallelStrategy], Iterator[str]]
-CHECKS: tuple[Check, ...] = (_model_and_kl, _placement, _server, _batch, _sampling, _schedules, _slurm)
+CHECKS: tuple[Check, ...] = (_model_and_kl, _placement, _server, _batch, _sampling, _schedules, _resume, _slurm)

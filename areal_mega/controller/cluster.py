@@ -14,6 +14,7 @@ from areal_mega.algorithms.registry import algorithm_of
 from areal_mega.config.schema import Recipe
 from areal_mega.controller.calls import gather_all
 from areal_mega.controller.capabilities import check_context, describe, warnings
+from areal_mega.controller.recover import RecoverPoint
 from areal_mega.controller.rollout import RolloutController
 from areal_mega.controller.run import Run
 from areal_mega.controller.servers import ServerKeeper, server_specs
@@ -75,8 +76,10 @@ class Cluster:
         return self._recipe
 
     @asynccontextmanager
-    async def running(self, run_dir: RunDir, stream: PromptStream, valid: Sequence[Prompt], observer: Observer) -> AsyncIterator[Run]:
-        """Start everything, connect it, and end it at the exit."""
+    async def running(
+        self, run_dir: RunDir, stream: PromptStream, valid: Sequence[Prompt], observer: Observer, resumed: RecoverPoint | None = None
+    ) -> AsyncIterator[Run]:
+        """Start everything, connect it, and end it at the exit. The run goes on from ``resumed``, where there is one."""
         async with AsyncExitStack() as stack:
             if self._recipe.model.weights == "random":
                 await asyncio.to_thread(_make_model, self._recipe, run_dir)
@@ -85,10 +88,11 @@ class Cluster:
             stack.push_async_callback(launcher.close)
             urls, specs = await self._specs(run_dir)
             await launcher.launch(specs)
-            run = await launcher.supervise(self._connect(stack, run_dir, urls, specs, stream, valid, observer))
+            run = await launcher.supervise(self._connect(stack, run_dir, urls, specs, stream, valid, observer, resumed))
             observer.note(f"{len(specs)} processes ready after {time.perf_counter() - clock:.0f} s; logs: {run_dir.path / 'logs'}")
             self._listener = asyncio.create_task(_for_ever(run.rollout.listen(), run.servers.watch()))
             stack.push_async_callback(_end, self._listener)
+            stack.push_async_callback(run.recovery.close)
             yield run
 
     async def supervise[T](self, work: Coroutine[Any, Any, T]) -> T:
@@ -171,6 +175,7 @@ class Cluster:
         stream: PromptStream,
         valid: Sequence[Prompt],
         observer: Observer,
+        resumed: RecoverPoint | None,
     ) -> Run:
         recipe = self._recipe
         assert self._launcher is not None
@@ -217,6 +222,7 @@ class Cluster:
             valid=valid,
             cost=cost_model(self._hf_config),
             run_dir=run_dir.path,
+            resumed=resumed,
         )
 
 
@@ -256,6 +262,8 @@ def cost_model(hf_config: dict[str, Any]) -> CostModel:
 
 
 def _make_model(recipe: Recipe, run_dir: RunDir) -> None:
+    if Path(run_dir.model_path(recipe)).exists():  # an earlier attempt made it
+        return
     from areal_mega.models.random_init import make_random_model
 
     make_random_model(recipe.model.path, run_dir.model_path(recipe), recipe.run.seed)

@@ -11,7 +11,7 @@ from areal_mega.controller.run import Run
 
 async def plain_loop(run: Run) -> None:
     await run.begin()
-    for step in range(run.recipe.run.steps):
+    for step in range(run.first_step, run.recipe.run.steps):
         groups = await run.rollout_batch(step)
         await run.train_step(step, groups)
         await run.sync_weights(step)
@@ -21,7 +21,7 @@ async def plain_loop(run: Run) -> None:
 async def overlapped_loop(run: Run) -> None:
     await run.begin()
     await run.rollout.generate_always()
-    for step in range(run.recipe.run.steps):
+    for step in range(run.first_step, run.recipe.run.steps):
         groups = await run.rollout_batch(step)
         await run.train_step(step, groups)
         await run.sync_weights(step)

@@ -11,7 +11,9 @@ from typing import Any
 
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
+from areal_mega.controller import exports
 from areal_mega.controller.batch import StepBatch, batch_metrics, bias_metrics, mean_reward, plan_step, score_metrics
+from areal_mega.controller.recover import RecoverPoint, Recovery, recover_folder
 from areal_mega.controller.rollout import ReadyBatch, RolloutController, RolloutFailed
 from areal_mega.controller.servers import ServerKeeper
 from areal_mega.controller.sync import WeightSync
@@ -19,12 +21,15 @@ from areal_mega.controller.train import TrainController
 from areal_mega.core import metrics as m
 from areal_mega.core.metrics import Metrics, merge
 from areal_mega.core.types import Prompt
+from areal_mega.observe.jsonl import LineLog
 from areal_mega.observe.observer import Observer
 from areal_mega.parallel.balance import CostModel
 from areal_mega.rollout.staleness import oldest_allowed
 
 log = logging.getLogger(__name__)
 
+TRAINED_FILE = "trained.jsonl"
+"""In the run directory: the prompts (id and epoch) that each step was trained on."""
 _WARMUP_CALL = 25
 """Supervised steps per call: few enough that progress is seen, many enough that the calls cost nothing."""
 
@@ -36,6 +41,7 @@ class Run:
         valid: evaluation prompts; empty: no evaluation.
         cost: relative cost of a sequence, for balancing.
         run_dir: exports go below it.
+        resumed: the checkpoint that the run goes on from.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class Run:
         valid: Sequence[Prompt],
         cost: CostModel,
         run_dir: Path,
+        resumed: RecoverPoint | None = None,
     ) -> None:
         self.recipe, self.algorithm = recipe, algorithm
         self.train, self.rollout, self.sync, self.servers, self.observer = train, rollout, sync, servers, observer
@@ -66,13 +73,25 @@ class Run:
         self._metrics: list[Metrics] = []
         self._histograms: dict[str, dict[int, int]] = {}
         self._poisoned_seen = 0
+        self.first_step = 0
+        """Train steps done before this attempt."""
+        self._resumed = resumed
+        self._trained = LineLog(run_dir / TRAINED_FILE)
+        self.recovery = Recovery(
+            train, recipe.checkpoint, recover_folder(recipe, run_dir), self._state, timeout_s=recipe.launch.rpc_timeout_s
+        )
 
     async def begin(self) -> None:
         """Supervised warm-up, the first weight sync (version 0), and the evaluation before the first step (logged as step 0)."""
-        await self._warm_up()
+        if self._resumed is not None:
+            await self._restore(self._resumed)
+        else:
+            await self._warm_up()
         await self.sync.connect()
         await self._push()
-        await self.rollout.set_version(self.version, step=0)
+        await self.rollout.set_version(self.version, step=self.first_step)
+        if self._resumed is not None:
+            return
         if self.recipe.eval.at_start:
             await self._through_restarts(self._evaluate(), 0)
             self.first_eval = self.last_eval
@@ -101,6 +120,7 @@ class Run:
             )
         self._metrics.append(await self.train.step(batch, step=step, version=self.version))
         self._steps_unsent += 1
+        self._trained.write({"step": step + 1, "prompts": [[group.prompt.id, group.prompt.epoch] for group in ready.groups]})
         await self.rollout.release(ready.taken)
         self._metrics.append(
             {"staleness/dropped_samples": m.total(ready.dropped_samples), "staleness/refilled_prompts": m.total(ready.refilled)}
@@ -124,9 +144,35 @@ class Run:
             await self._through_restarts(self._evaluate(), done)
         section = self.recipe.checkpoint
         if (last and section.export_at_end) or (section.export_every_steps and done % section.export_every_steps == 0):
-            await self._export("final" if last else f"step-{done}")
+            evaluated = last or (every and done % every == 0)
+            await self._export("final" if last else f"step-{done}", done, self.last_eval if evaluated else None)
         self._histograms |= await self.rollout.drain_decode()
         self._log(done)
+        if self.recovery.due(done):
+            await self.recovery.save(done)
+        if last:
+            await self.recovery.finish()
+        self._metrics += await self.recovery.drain()
+
+    async def _restore(self, point: RecoverPoint) -> None:
+        """Go on from a checkpoint: weights and optimizer on the train ranks, everything else here."""
+        clock = time.perf_counter()
+        state = point.state()
+        self.rollout.restore(state["rollout"])
+        await self.train.call("recover_load", place=str(point.path), counters=state["train"])
+        self.first_step, self.version = int(state["step"]), int(state["version"])
+        self.first_eval, self.last_eval = state["first_eval"], state["last_eval"]
+        self._tokens_seen = self.rollout.counts["tokens"]
+        self.observer.note(f"going on after step {self.first_step} from {point.path}, {time.perf_counter() - clock:.1f} s")
+
+    def _state(self) -> dict[str, Any]:
+        """The controller's part of a recover checkpoint, as plain JSON types; see ``_restore``."""
+        return {
+            "version": self.version,
+            "rollout": self.rollout.state(),
+            "first_eval": self.first_eval,
+            "last_eval": self.last_eval,
+        }
 
     def _plan(self, ready: ReadyBatch) -> StepBatch:
         train = self.recipe.train
@@ -209,11 +255,15 @@ class Run:
         }
         self._metrics.append(measured | score_metrics("eval", samples, measured))
 
-    async def _export(self, name: str) -> None:
+    async def _export(self, name: str, step: int, evaluation: float | None) -> None:
+        """A complete model with its card; ``evaluation`` as measured at this step."""
         clock = time.perf_counter()
         folder = self._run_dir / "export" / name
-        folder.parent.mkdir(exist_ok=True)
+        await asyncio.to_thread(exports.make_room, folder, replace=self._resumed is not None)
         await self.train.call("export", folder=str(folder))
+        resolved = (self._run_dir / "recipe.yaml").read_text(encoding="utf-8")
+        exports.describe(folder, self.recipe, step=step, version=self.version, evaluation=evaluation, resolved=resolved)
+        await asyncio.to_thread(exports.tidy, folder.parent, self.recipe.checkpoint.keep_exports)
         self.export_path = folder
         self._metrics.append({"time/export": m.total(time.perf_counter() - clock)})
 

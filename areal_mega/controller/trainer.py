@@ -21,8 +21,10 @@ from areal_mega.config.loader import load_recipe, resolved_dict
 from areal_mega.config.schema import DatasetSection, Recipe
 from areal_mega.controller.cluster import Cluster
 from areal_mega.controller.loops import overlapped_loop, plain_loop
+from areal_mega.controller.recover import RecoverPoint, points, recover_folder
 from areal_mega.controller.result import TrainResult
-from areal_mega.core.errors import UserError
+from areal_mega.controller.run import TRAINED_FILE
+from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError
 from areal_mega.core.types import Prompt
 from areal_mega.data.prompts import fit_prompts
 from areal_mega.data.registry import load_rows
@@ -31,7 +33,9 @@ from areal_mega.data.stream import PromptStream
 from areal_mega.data.tokenizer import load_tokenizer
 from areal_mega.launch.machines import Machines
 from areal_mega.launch.rundir import RunDir
+from areal_mega.observe.jsonl import cut_after
 from areal_mega.observe.observer import Observer
+from areal_mega.observe.record import METRICS_FILE
 
 log = logging.getLogger(__name__)
 
@@ -99,36 +103,73 @@ class Trainer:
         tokenizer = load_tokenizer(recipe.model.path)
         rows, skipped = _fitting(recipe, tokenizer, rows)
         valid, valid_skipped = _fitting(recipe, tokenizer, valid) if valid else ([], 0)
-        stream = PromptStream(rows, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
         prompts = [Prompt(id=row["id"], epoch=0, row=row) for row in valid]
-        self._run_dir = RunDir.create(recipe)
+        resumed: RecoverPoint | None = None
+        if recipe.run.resume and (Path(recipe.run.root) / recipe.run.name).exists():
+            self._run_dir = RunDir.resume(recipe)
+            for point in points(recover_folder(recipe, self._run_dir.path))[-1:]:
+                # What would be refused when all processes are up is refused now, and nothing is cut back.
+                PromptStream(rows, seed=recipe.run.seed, shuffle=recipe.data.shuffle).restore(
+                    point.state()["rollout"]["dispatch"]["stream"]
+                )
+            resumed = rewind(recipe, self._run_dir.path)
+        else:
+            self._run_dir = RunDir.create(recipe)
         _keep_datasets(self._run_dir.path, datasets)
         with (
             _logging_to(self._run_dir.log_path("controller", 0)),
             Observer(recipe.observe, self._run_dir.path, resolved_dict(recipe), self._provenance) as observer,
         ):
             observer.note(f"run directory: {self._run_dir.path}")
+            if recipe.run.resume and resumed is None:
+                observer.note("run.resume: no recover checkpoint there; from the beginning")
             if skipped or valid_skipped:
                 limit = recipe.data.max_prompt_tokens
                 observer.note(f"prompts longer than data.max_prompt_tokens={limit}: skipped {skipped} of train, {valid_skipped} of valid")
             with asyncio.Runner() as runner:
-                result = runner.run(self._run(cluster, stream, prompts, observer))
+                result = runner.run(self._attempts(cluster, rows, prompts, observer, resumed))
             report = observer.close()
         return TrainResult(report=report, **result)
 
-    async def _run(self, cluster: Cluster, stream: PromptStream, prompts: list[Prompt], observer: Observer) -> dict[str, Any]:
+    async def _attempts(
+        self, cluster: Cluster, rows: list[dict[str, Any]], prompts: list[Prompt], observer: Observer, resumed: RecoverPoint | None
+    ) -> dict[str, Any]:
+        """Run to the end, over as many failures as ``launch.restarts`` allows."""
         assert self._run_dir is not None
+        recipe = cluster.recipe
         why = "interrupted"
         try:
-            async with cluster.running(self._run_dir, stream, prompts, observer) as run:
-                loop = overlapped_loop if run.recipe.run.overlap else plain_loop
-                await cluster.supervise(loop(run))
-            why = ""
+            for restarts_left in range(recipe.launch.restarts, -1, -1):
+                stream = PromptStream(rows, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+                try:
+                    result = await self._run(cluster, stream, prompts, observer, resumed)
+                    why = ""
+                    return result
+                except (RunFailed, DeadlineExceeded) as error:
+                    if not restarts_left:
+                        raise
+                    # On a thread: the file system may be slow, and agents of other machines are being listened to.
+                    resumed = await asyncio.to_thread(rewind, recipe, self._run_dir.path)
+                    observer.rewind(resumed.step if resumed else -1)
+                    where = f"after step {resumed.step}" if resumed else "from the beginning: there is no recover checkpoint yet"
+                    log.warning("attempt %s failed", self._run_dir.attempt, exc_info=True)
+                    observer.note(f"failed: {_first_line(error)}")
+                    observer.note(f"starting again {where}; {restarts_left - 1} restarts left")
+                    self._run_dir.next_attempt(recipe)
+            raise AssertionError("the last attempt returns or raises")
         except Exception as error:
-            why = f"{error}".partition("\n")[0] or type(error).__name__
+            why = _first_line(error)
             raise
         finally:
             await cluster.machines.close(why)
+
+    async def _run(
+        self, cluster: Cluster, stream: PromptStream, prompts: list[Prompt], observer: Observer, resumed: RecoverPoint | None
+    ) -> dict[str, Any]:
+        assert self._run_dir is not None
+        async with cluster.running(self._run_dir, stream, prompts, observer, resumed) as run:
+            loop = overlapped_loop if run.recipe.run.overlap else plain_loop
+            await cluster.supervise(loop(run))
         return {
             "run_dir": self._run_dir.path,
             "steps": run.recipe.run.steps,
@@ -136,6 +177,19 @@ class Trainer:
             "last_eval": run.last_eval,
             "export": run.export_path,
         }
+
+
+def rewind(recipe: Recipe, run_dir: Path) -> RecoverPoint | None:
+    """The newest recover checkpoint of a run, with the run's records cut back to it; None, and empty records, where there is none."""
+    found = points(recover_folder(recipe, run_dir))
+    step = found[-1].step if found else -1
+    for name in (METRICS_FILE, TRAINED_FILE):
+        cut_after(run_dir / name, step)
+    return found[-1] if found else None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 @contextmanager

@@ -67,8 +67,7 @@ class RunDir:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not _mkdir(path):
                 raise UserError(f"{path} exists now: another run of this name began at the same moment; choose another run.name")
-            attempt = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
-            run_dir = cls(path, attempt, secrets.token_hex(32))
+            run_dir = cls(path, _new_attempt(), secrets.token_hex(32))
             run_dir._lock = _lock(path)
             run_dir._fill(recipe)
         except OSError as error:
@@ -76,6 +75,29 @@ class RunDir:
                 f"cannot make the run directory {path}: {error.strerror or error}; set run.root to a writable folder"
             ) from error
         return run_dir
+
+    @classmethod
+    def resume(cls, recipe: Recipe) -> RunDir:
+        """A new attempt in the run directory that is there, held as by ``create``. Logs go on in their files.
+
+        Raises:
+            UserError: there is none, its run is alive, or it cannot be written.
+        """
+        path = Path(recipe.run.root).absolute() / recipe.run.name
+        try:
+            if not (path / "lock").is_file():
+                raise UserError(f"run.resume: {path} is not a run directory (it has no lock file); choose another run.name")
+            run_dir = cls(path, _new_attempt(), secrets.token_hex(32))
+            run_dir._lock = _lock(path)
+            run_dir._fill(recipe)
+        except OSError as error:
+            raise UserError(f"cannot resume in {path}: {error.strerror or error}; it must be writable") from error
+        return run_dir
+
+    def next_attempt(self, recipe: Recipe) -> None:
+        """Begin another attempt in the same directory, which stays held: processes of the last one find nobody any more."""
+        self.attempt, self.token = _new_attempt(), secrets.token_hex(32)
+        self._fill(recipe)
 
     @classmethod
     def open(cls, path: str | Path, attempt: str) -> RunDir:
@@ -151,7 +173,7 @@ class RunDir:
         return str(json.loads(path.read_text())["message"]) if path.exists() else None
 
     def _fill(self, recipe: Recipe) -> None:
-        (self.path / "logs").mkdir()
+        (self.path / "logs").mkdir(exist_ok=True)
         self.rendezvous.mkdir(parents=True)
         write_atomic(self.rendezvous / "token", self.token, mode=0o600)
         write_atomic(self.recipe_path, yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
@@ -168,6 +190,10 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _new_attempt() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
 def _label(role: str, rank: int) -> str:
@@ -187,7 +213,9 @@ def _mkdir(path: Path) -> bool:
 def _make_way(path: Path, *, overwrite: bool) -> None:
     """Remove a run directory of the same name, where the recipe says so and nobody uses it."""
     if not overwrite:
-        raise UserError(f"run directory {path} exists; choose another run.name, or set run.overwrite=true to replace it")
+        raise UserError(
+            f"run directory {path} exists; choose another run.name, or set run.overwrite=true to replace it, or run.resume=true to go on with it"
+        )
     if not (path / "lock").is_file():
         raise UserError(
             f"run.overwrite=true, but {path} is not a run directory (it has no lock file); remove it by hand or choose another run.name"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from areal_mega.observe.record import METRICS_FILE, StepRecord
 
@@ -37,3 +40,32 @@ class JsonlSink:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
+
+
+class LineLog:
+    """A file of JSON objects, a line each, written and flushed at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def cut_after(path: Path, step: int) -> int:
+    """Forget the lines of steps beyond ``step``, and what follows them: a run that goes on from there makes them again.
+
+    Returns:
+        The file's length in bytes afterwards; 0 where there is none.
+    """
+    if not path.exists():
+        return 0
+    kept = 0
+    with path.open("rb+") as file:
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            kept += len(line)
+        file.truncate(kept)
+    return kept

@@ -99,6 +99,8 @@ class Delivery:
         self.state = state
         self._client: Any = None
         self._ready = False
+        self.cut: int | None = None
+        """Set where the file was cut back to so many bytes: what is beyond them now has not been sent."""
 
     def run(self) -> None:
         """Create or find the MLflow run if need be, then send new steps and the artifacts that exist."""
@@ -157,6 +159,9 @@ class Delivery:
     def _send_steps(self, client: Any) -> None:
         from mlflow.entities import Metric
 
+        cut, self.cut = self.cut, None
+        if cut is not None:
+            self.state.sent_bytes = min(self.state.sent_bytes, cut)
         lines, _ = whole_lines(self.run_dir / METRICS_FILE, self.state.sent_bytes)
         batch: list[Any] = []
         upto = self.state.sent_bytes
@@ -174,7 +179,7 @@ class Delivery:
     def _send(self, client: Any, batch: list[Any], upto: int) -> None:
         for start in range(0, len(batch), _BATCH):
             client.log_batch(self.state.run_id, metrics=batch[start : start + _BATCH])
-        self.state.sent_bytes = upto
+        self.state.sent_bytes = upto if self.cut is None else min(upto, self.cut)
         self.state.save(self.run_dir)
 
 
@@ -202,6 +207,7 @@ class MlflowSink:
         # A resumed run writes a new report when it ends.
         state.sent_artifacts = [name for name in state.sent_artifacts if name != "report.html"]
         self._delivery = Delivery(run_dir, state)
+        self.rewound((run_dir / METRICS_FILE).stat().st_size if (run_dir / METRICS_FILE).exists() else 0)
         self._on_trouble = on_trouble
         self._wake = threading.Event()
         self._wake.set()
@@ -212,6 +218,10 @@ class MlflowSink:
         # A daemon: a server that never answers cannot keep the run's process alive.
         self._thread = threading.Thread(target=self._loop, name="mlflow", daemon=True)
         self._thread.start()
+
+    def rewound(self, size: int) -> None:
+        """``metrics.jsonl`` has been cut back to ``size`` bytes; call before anything is added."""
+        self._delivery.cut = size
 
     def notify(self) -> None:
         """There is something new in the run directory. Returns at once."""

@@ -15,7 +15,7 @@ import yaml
 from areal_mega.config.schema import ObserveSection
 from areal_mega.core.metrics import Metric
 from areal_mega.observe.console import ConsoleSink
-from areal_mega.observe.jsonl import JsonlSink
+from areal_mega.observe.jsonl import JsonlSink, cut_after
 from areal_mega.observe.mlflow_sink import MlflowSink, RunStatus, local_store_uri
 from areal_mega.observe.record import StepRecord
 
@@ -72,6 +72,12 @@ class Observer:
         if self._mlflow is not None:
             self._mlflow.notify()
         return record
+
+    def rewind(self, step: int) -> None:
+        """Forget what was recorded of steps beyond ``step``: the run goes on from there and records them again."""
+        kept = cut_after(self._jsonl.path, step)
+        if self._mlflow is not None:
+            self._mlflow.rewound(kept)
 
     def note(self, text: str) -> None:
         """A sentence for the person who watches."""

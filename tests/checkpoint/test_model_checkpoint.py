@@ -54,13 +54,13 @@ def save_rank(rank: int, world_size: int, *, folder: str, out: str, strategy: st
 
     naming_of = {"local": LOCAL, "te": TRANSFORMER_ENGINE}[naming]
     written: list[str] = []
-    write = model._write_shard
+    write = model.write_shard
 
     def noting(store: Any, specs: Any, item: Any) -> None:
         written.append(f"{item[0].param.hf[0].name} {item[0].rank}")
         write(store, specs, item)
 
-    model._write_shard = noting
+    model.write_shard = noting
     named = loaded_shards(Path(folder), strategy, rank, naming=naming_of)
     save(named, out, source=folder, naming=naming_of, **arguments(Path(folder), strategy, rank))
     return written
@@ -200,7 +200,7 @@ def fail_rank(rank: int, world_size: int, *, folder: str, out: str, strategy: st
         raise UserError("cannot write x: No space left on device; free space")
 
     if rank == 1:
-        model._write_shard = broken
+        model.write_shard = broken
     try:
         save(loaded_shards(Path(folder), strategy, rank), out, source=folder, **arguments(Path(folder), strategy, rank))
     except UserError as error:

@@ -32,6 +32,7 @@ def main(context: WorkerContext) -> None:
 
     platform = detect(recipe.launch.device)
     with platform.importing():
+        from areal_mega.launch.roles.recovering import Recovering
         from areal_mega.megatron.engine import MegatronEngine
         from areal_mega.megatron.worker import METHODS, TrainWorker
     platform.init_process_group(
@@ -52,6 +53,10 @@ def main(context: WorkerContext) -> None:
     worker = TrainWorker(engine, recipe, algorithm_of(recipe), server, context.token)
     for method in METHODS:
         server.register(method, getattr(worker, method))
+    recovering = Recovering(engine)
+    for call in (recovering.recover_begin, recovering.recover_commit, recovering.recover_load, recovering.recover_digest):
+        server.register(call.__name__, call)
+    server.register_async("recover_done", recovering.recover_done)
     context.announce(address, reporter=engine.is_reporter, dp=engine.coords.dp)
     server.serve_forever()
     engine.close()

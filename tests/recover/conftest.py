@@ -1,0 +1,6 @@
+"""These runs are those of tests/e2e, killed and resumed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))

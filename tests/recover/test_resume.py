@@ -1,0 +1,98 @@
+"""Runs that are killed and go on: the same prompts are trained on, each step once, as in a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import Finished, started, train
+
+STEPS = 4
+CHANGES: dict[str, Any] = {
+    "run": {"steps": STEPS, "overlap": False},
+    "staleness": {"max_staleness": 0},
+    "algorithm": {"correction": "none"},
+    "checkpoint": {"recover_every_steps": 1, "keep": 2},
+    "eval": {"at_start": False},
+}
+
+
+def trained(run_dir: Path) -> list[tuple[int, list[list[Any]]]]:
+    return [(entry["step"], sorted(entry["prompts"])) for entry in map(json.loads, (run_dir / "trained.jsonl").read_text().splitlines())]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    finished = train(tmp_path_factory.mktemp("undisturbed"), CHANGES)
+    assert finished.code == 0, finished.explain()
+    return finished
+
+
+def kept(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "recover").iterdir())
+
+
+def test_the_newest_checkpoints_are_kept_whole(undisturbed: Finished) -> None:
+    assert kept(undisturbed.run_dir) == ["step-3", "step-4"]
+    for name in kept(undisturbed.run_dir):
+        state = json.loads((undisturbed.run_dir / "recover" / name / "state.json").read_text())
+        assert f"step-{state['step']}" == name and state["train"]["optimizer_steps"] == state["step"]
+    last = undisturbed.metrics[-1]
+    assert last["recover/stall_s"] > 0 and last["recover/bytes"] > 0
+
+
+@pytest.mark.parametrize("role", ["train", "rollout", "controller"])
+def test_a_killed_run_goes_on(tmp_path: Path, undisturbed: Finished, role: str) -> None:
+    """Of a worker: by itself, in the same controller. Of the controller: by `run.resume=true`."""
+    changes = CHANGES | {"launch": {"restarts": 1, "server_restarts": 0}}
+    with started(tmp_path, changes) as running:
+        running.until(lambda: (running.run_dir / "recover/step-1/state.json").exists(), "a checkpoint")
+        os.kill(running.pid if role == "controller" else running.worker(role), signal.SIGKILL)
+        finished = running.finish()
+        running.until_gone(30.0)
+    if role == "controller":
+        assert finished.code == -signal.SIGKILL
+        finished = train(tmp_path, changes, "run.resume=true")
+        assert "going on after step" in finished.out, finished.explain()
+    else:
+        assert "starting again after step" in finished.out, finished.explain()
+    assert finished.code == 0, finished.explain()
+    assert [record["step"] for record in finished.steps] == list(range(STEPS + 1))
+    assert trained(finished.run_dir) == trained(undisturbed.run_dir)
+    # Same samples, same updates: nothing of this schedule depends on time.
+    for mine, theirs in zip(finished.metrics[1:], undisturbed.metrics[1:], strict=True):
+        assert mine["reward/mean"] == theirs["reward/mean"]
+        assert mine["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-6)
+    assert finished.synced[STEPS] == undisturbed.synced[STEPS], "the same weights to the last bit"
+
+
+def test_another_strategy_and_an_overlapped_run(tmp_path: Path) -> None:
+    """Resumed with twice the ranks; asynchronous: every prompt of the data once, however the schedule fell."""
+    rows = {"train": {"loader": "arithmetic", "limit": 4 * STEPS, "kwargs": {"digits": 2, "high": 49}}}
+    changes = CHANGES | {"run": {"steps": STEPS}, "staleness": {"max_staleness": 1}, "algorithm": {"correction": "decoupled"}, "data": rows}
+    with started(tmp_path, changes) as running:
+        running.until(lambda: (running.run_dir / "recover/step-1/state.json").exists(), "a checkpoint")
+        os.kill(running.pid, signal.SIGKILL)
+        running.finish()
+        running.until_gone(30.0)
+    finished = train(tmp_path, changes | {"train": {"strategy": "megatron:d1t2"}}, "run.resume=true")
+    assert finished.code == 0, finished.explain()
+    counts = Counter(tuple(prompt) for _, prompts in trained(finished.run_dir) for prompt in prompts)
+    assert len(counts) == 4 * STEPS and set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["run.resume=true", "run.seed=2"], "the training data changed since the checkpoint (seed: 1 then, 2 now)"),
+        ([], "=true to go on with it"),
+    ],
+)
+def test_what_cannot_be_resumed_is_one_line(undisturbed: Finished, overrides: list[str], line: str) -> None:
+    finished = train(undisturbed.run_dir.parents[1], CHANGES | {"run": {"steps": STEPS + 1, "overlap": False}}, *overrides)
+    assert finished.code == 2 and line in finished.err, finished.explain()
