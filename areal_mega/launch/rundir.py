@@ -214,7 +214,8 @@ def _make_way(path: Path, *, overwrite: bool) -> None:
     """Remove a run directory of the same name, where the recipe says so and nobody uses it."""
     if not overwrite:
         raise UserError(
-            f"run directory {path} exists; choose another run.name, or set run.overwrite=true to replace it, or run.resume=true to go on with it"
+            f"run directory {path} exists; choose another run.name, or set run.overwrite=true to replace it, "
+            "or run.resume=true to go on with it"
         )
     if not (path / "lock").is_file():
         raise UserError(
