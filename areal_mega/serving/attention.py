@@ -20,7 +20,7 @@ from areal_mega.serving.kv import KVCache
 _WASTE = 1.5
 """Rows are filled together as long as padding makes at most so many times the work."""
 _RUN_COST = 4000
-"""What a further set of operations costs, in cached positions of one head that could be attended to instead (measured on two cores)."""
+"""What a further set of operations costs, in cached positions of one head that could be attended to instead (estimated)."""
 _WHOLE = 1.4
 """Rows are read to their ends, which needs no copy, where that is at most so much more than is used."""
 _SMALL = 8000
@@ -200,7 +200,7 @@ class StepAttention:
         return out.reshape(rows, -1)
 
     def _decode_products(self, run: _DecodeRun, scores: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Products over all rows at once, three times as fast as the fused kernel, scores as exact as its fp32 ones.
+        """Products over all rows at once, faster than the fused kernel where rows are many, scores as exact as its fp32 ones.
 
         A product in bf16 sums in fp32 and rounds at the end, an error of up to 2^-9 of a score. Its second run subtracts what the first
         returned before it rounds, and so returns what rounding had taken. oneDNN wants dense operands: ends of rows that are cut off cost
