@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_mega.algorithms.registry import algorithm_of
+from areal_mega.config.loader import load_recipe
 from areal_mega.config.schema import Recipe
 from areal_mega.core.errors import UserError
-from areal_mega.observe.record import StepRecord
+from areal_mega.observe.record import StepRecord, read_records
 from areal_mega.parallel.strategy import parse
 from areal_mega.simulate.inputs import DecodeTable, Setup, from_histogram, lognormal, parse_decode, parse_lengths
 from areal_mega.simulate.measured import measure
@@ -21,6 +23,7 @@ from areal_mega.simulate.replica import Episode, SimulatedReplica
 from areal_mega.simulate.simulation import Result, Simulation
 from areal_mega.simulate.split import splits, try_splits
 
+ROOT = Path(__file__).resolve().parents[2]
 FLAT = DecodeTable(((1, 100.0), (4, 400.0)))
 
 
@@ -187,3 +190,22 @@ def test_what_a_run_measured() -> None:
     assert found.uniform == pytest.approx(2 / 12)
     with pytest.raises(UserError, match="has no histograms"):
         measure([StepRecord(step=1, time=0.0, metrics=metrics)], "old")
+
+
+def test_a_recorded_run_is_predicted_within_a_tenth() -> None:
+    """Twelve steps of the quickstart on two CPU cores, without warm-up and evaluation: measured, then simulated from what it measured."""
+    records = [record for record in read_records(ROOT / "tests/data/simulated_quickstart.jsonl") if "batch/samples" in record.metrics]
+    found, the_recipe = measure(records[2:], "quickstart"), load_recipe(ROOT / "recipes/quickstart.yaml")
+    setup = Setup(
+        lengths=from_histogram(found.lengths, the_recipe.rollout.max_new_tokens),
+        prompt_tokens=found.prompt_tokens,
+        decode=found.decode,
+        replicas=1,
+        train_s_per_token=found.train_s_per_token,
+        step_s=found.step_s,
+        sync_s=found.sync_s,
+        uniform=found.uniform,
+    )
+    result = Simulation(setup, the_recipe, algorithm_of(the_recipe), 12).run()
+    assert result.samples_per_s == pytest.approx(found.samples_per_s, rel=0.1)
+    assert result.ages == {1: sum(result.ages.values())}  # one batch ahead, as it was
