@@ -44,7 +44,7 @@ MOST_MISMATCH = 1e-4
 
 def dense(folder: Path) -> Path:
     """The quickstart's model without experts and with tied embeddings."""
-    shutil.copytree(MODEL, folder)
+    shutil.copytree(MODEL, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     sparse = ("moe_intermediate_size", "num_local_experts", "num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step")
     sparse += ("mlp_only_layers", "router_aux_loss_coef", "output_router_logits")

@@ -21,7 +21,8 @@ echo "vllm: making $env (2.5 GB, some minutes)" >&2
 # The list is whole, and vLLM's own would bring packages that a CPU does not need: nothing is resolved.
 install --no-deps -r "$here/requirements.txt"
 # pip, not uv: it takes the CPU build of torch where the machine offers one; another build brings its libraries with it.
-install torch==2.13.0
+# Its warnings name what vLLM's list has and a CPU does not need: sound, video, images.
+install --no-warn-conflicts torch==2.13.0
 VLLM_NO_USAGE_STATS=1 "$env/bin/python" -c 'import vllm.entrypoints.openai.api_server' >/dev/null
 made_from >"$stamp"
 echo "vllm: done" >&2

@@ -7,6 +7,7 @@ this folder on its ``PYTHONPATH`` and starts it with ``--worker-extension-cls=ar
 - the engine ``areal_mega`` is known to vLLM's weight transfer. It joins the same communicator, and reads the same buckets, as every other
   server here: gloo on a CPU, NCCL on GPUs. vLLM's own NCCL engine speaks to its own kind of communicator only, and nothing to a CPU.
 - log-probabilities are those before top-k and top-p, at the temperature of sampling (``untruncated``).
+- on a CPU, experts that an update brings are packed as the first ones were (``repacking``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 if TYPE_CHECKING:
@@ -184,6 +187,24 @@ def repack(model: torch.nn.Module) -> None:
         dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
 
+def repacking(process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """``process_weights_after_loading`` of unquantized experts that packs them at every load.
+
+    On a CPU vLLM packs experts where it makes their kernel, which it does at the first load alone: those of an update would then be read as
+    if they were packed.
+    """
+
+    @wraps(process)
+    def always(method: Any, layer: Any) -> None:
+        kernel, plain = method.moe_kernel, layer.w13_weight
+        process(method, layer)
+        # Packing puts another parameter in the place of the plain one: where that has happened, there is nothing left to do.
+        if kernel is not None and layer.w13_weight is plain:
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+    return always
+
+
 Forward = Callable[..., "tuple[torch.Tensor, torch.Tensor | None]"]
 
 
@@ -227,3 +248,5 @@ class Extension:
 
 WeightTransferEngineFactory.register_engine(BACKEND, BucketEngine)
 _keep_whole(TopKTopPSampler)
+if current_platform.is_cpu():
+    UnquantizedFusedMoEMethod.process_weights_after_loading = repacking(UnquantizedFusedMoEMethod.process_weights_after_loading)
