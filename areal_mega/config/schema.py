@@ -288,6 +288,9 @@ class LaunchSection(Section):
     server_restarts: NonNegativeInt = leaf(
         2, "Dead inference servers are started again so often, all together; 0: a death ends the run", "restarts"
     )
+    server_health_timeout_s: PositiveFloat = leaf(
+        60.0, "An inference server that answers no health check for so long is killed; then as launch.server_restarts says", "s"
+    )
     threads: PositiveInt = leaf(1, "OMP_NUM_THREADS of every process on a CPU")
     train_cpus: list[int] = leaf([], "Pin train ranks to these cores (benchmarks); empty: not pinned")
     rollout_cpus: list[int] = leaf([], "Pin rollout workers and servers to these cores; empty: not pinned")

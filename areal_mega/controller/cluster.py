@@ -205,10 +205,11 @@ class Cluster:
             self._launcher,
             server_specs(specs),
             servers,
-            workers,
+            rollout,
             sync,
             restarts=recipe.launch.server_restarts,
             deadline_s=recipe.launch.startup_timeout_s,
+            health_s=recipe.launch.server_health_timeout_s,
             say=observer.note,
         )
         return Run(

@@ -50,6 +50,11 @@ class RolloutController:
         self._changed = asyncio.Condition()
         self._step = 0
         self._eval_tickets = count()
+        self._submitting = {address: asyncio.Lock() for address in self._by_address}
+        """Prompts are given to a worker and taken back from it one after the other."""
+        self._given_up: set[int] = set()
+        """Ranks whose server will not come back."""
+        self._withdrawn_evals: set[int] = set()
 
     @property
     def counts(self) -> Counter[str]:
@@ -99,6 +104,35 @@ class RolloutController:
         self._dispatch.version_changed(version)
         await self._pump()
 
+    def faulty(self) -> dict[int, str]:
+        """Ranks whose server failed attempt after attempt, with the last reason."""
+        found = self._dispatch.faulty()
+        return {rank: found[client.address] for rank, client in enumerate(self._clients) if client.address in found}
+
+    async def suspend(self, rank: int, *, deadline_s: float, for_good: bool = False) -> None:
+        """The server of ``rank`` is gone. What it had not finished is tried elsewhere, or waits until there is a server.
+
+        Args:
+            for_good: it will not come back, so that evaluation goes elsewhere too.
+        """
+        client = self._clients[rank]
+        self._dispatch.replica_down(client.address)
+        if for_good:
+            self._given_up.add(rank)
+        async with self._submitting[client.address]:
+            await client.call("suspend", timeout_s=deadline_s)
+            tickets = await client.call("withdraw", timeout_s=deadline_s)
+            if for_good:
+                self._withdrawn_evals.update(await client.call("withdraw", purpose="eval", timeout_s=deadline_s))
+        self._dispatch.withdrawn(tickets)
+        await self._pump()
+
+    async def resume(self, rank: int, *, deadline_s: float) -> None:
+        """The server of ``rank`` is back, with the current weights."""
+        await self._clients[rank].call("resume", deadline_s=deadline_s, timeout_s=deadline_s)
+        self._dispatch.replica_up(self._clients[rank].address)
+        await self._pump()
+
     async def listen(self) -> None:
         """Collect finished train episodes from every worker, for ever. Run as a task beside the training loop."""
         await gather_all(self._listen(client) for client in self._clients)
@@ -107,7 +141,7 @@ class RolloutController:
         """Wait for ``groups`` finished groups that survive the staleness bound, oldest submission first (hops 1 to 4).
 
         Raises:
-            RolloutFailed: prompt after prompt ends without a usable group, or with one that is too old, or too many are poisoned.
+            RolloutFailed: prompt after prompt ends without a usable group, or too many are poisoned.
             DeadlineExceeded: no episode finished within ``launch.rpc_timeout_s``; names the longest running.
         """
         while True:
@@ -136,24 +170,35 @@ class RolloutController:
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> list[EpisodeResult]:
         """Run ``prompts`` under the evaluation's settings; one result each, in no particular order."""
-        shares = [list(prompts[rank :: len(self._clients)]) for rank in range(len(self._clients))]
-        results = await gather_all(self._evaluate(rank, share) for rank, share in enumerate(shares) if share)
-        return [result for part in results for result in part]
+        results: list[EpisodeResult] = []
+        left = list(prompts)
+        while left:
+            ranks = [rank for rank in range(len(self._clients)) if rank not in self._given_up]
+            assert ranks, "the run ends with its last server"
+            shares = {rank: left[place :: len(ranks)] for place, rank in enumerate(ranks)}
+            parts = await gather_all(self._evaluate(rank, share) for rank, share in shares.items() if share)
+            results += [result for part, _ in parts for result in part]
+            left = [prompt for _, rest in parts for prompt in rest]
+        return results
 
-    async def _evaluate(self, rank: int, prompts: list[Prompt]) -> list[EpisodeResult]:
+    async def _evaluate(self, rank: int, prompts: list[Prompt]) -> tuple[list[EpisodeResult], list[Prompt]]:
+        """Results of one worker, and the prompts that it gives none of because its server was given up."""
         purpose: Purpose = "eval"
         client = self._clients[rank]
         tickets = {next(self._eval_tickets): prompt for prompt in prompts}
-        await client.call("submit", prompts=tickets, step=self._step, purpose=purpose, timeout_s=self._timeout_s)
+        async with self._submitting[client.address]:
+            if rank in self._given_up:
+                return [], prompts
+            await client.call("submit", prompts=tickets, step=self._step, purpose=purpose, timeout_s=self._timeout_s)
         results: list[EpisodeResult] = []
         last = time.monotonic()
-        while len(results) < len(prompts):
+        while len(results) + len(gone := tickets.keys() & self._withdrawn_evals) < len(prompts):
             arrived = await client.call("collect", max_groups=_COLLECT, wait_s=self._poll_s, purpose=purpose, timeout_s=self._timeout_s)
             if not arrived and time.monotonic() - last > self._timeout_s:
                 raise await self._stalled()
             last = time.monotonic() if arrived else last
             results += arrived
-        return results
+        return results, [tickets[ticket] for ticket in gone]
 
     @property
     def _timeout_s(self) -> float:
@@ -179,7 +224,8 @@ class RolloutController:
         dispatch, ticket, prompt = self._dispatch, result.ticket, result.prompt
         if result.outcome == "group":
             assert result.group is not None
-            dispatch.finished(ticket, result.group, result.dropped)
+            if reason := dispatch.finished(ticket, result.group, result.dropped):
+                log.warning("a group of prompt %s (epoch %d) was not taken: %s", prompt.id, prompt.epoch, reason)
         elif result.outcome == "rejected":
             dispatch.rejected(ticket, result.reason, result.dropped)
         else:
@@ -207,11 +253,17 @@ class RolloutController:
         for flight in self._dispatch.submissions(time.monotonic()):
             shares.setdefault(flight.replica, {})[flight.ticket] = flight.prompt
         discarded, self._dispatch.discarded = self._dispatch.discarded, []
-        await gather_all(
-            self._by_address[address].call("submit", prompts=share, step=self._step, purpose="train", timeout_s=self._timeout_s)
-            for address, share in shares.items()
-        )
+        await gather_all(self._submit(address, share) for address, share in shares.items())
         await self.release(discarded)
+
+    async def _submit(self, address: str, share: Mapping[int, Prompt]) -> None:
+        async with self._submitting[address]:
+            if not self._dispatch.router.replicas[address].down:
+                client = self._by_address[address]
+                await client.call("submit", prompts=share, step=self._step, purpose="train", timeout_s=self._timeout_s)
+                return
+        self._dispatch.withdrawn(share)  # its server went while these were on their way; whoever saw that will submit them again
+        await self._pump()
 
     async def _stalled(self) -> DeadlineExceeded:
         """Nothing finishes any more. Which episodes have run longest, and where."""
@@ -220,6 +272,8 @@ class RolloutController:
         for client, answer in zip(self._clients, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(answer, BaseException):
                 lines.append(f"{client.peer} does not answer")
+            elif self._dispatch.router.replicas[client.address].down:
+                lines.append(f"{client.peer} has no inference server")
             else:
                 oldest = [f"prompt {prompt} for {seconds:.0f} s" for prompt, seconds in answer["oldest"]]
                 lines.append(f"{client.peer} runs {', '.join(oldest) or 'nothing'}")

@@ -89,6 +89,10 @@ class WeightSync:
         """Ranks of the servers that take part."""
         return tuple(self._members)
 
+    def acknowledged(self, rank: int) -> int:
+        """The version that a server has proved to hold; -1: none."""
+        return self._acknowledged.get(rank, -1)
+
     def lose(self, rank: int) -> None:
         """A server is gone. The group is formed anew, without it, before the next push."""
         self._members = [member for member in self._members if member != rank]

@@ -149,6 +149,11 @@ class LocalLauncher:
             processes.kill_members({child.pid} if child.returncode is None else set())
             self._wait_exits(5.0, only=key)
 
+    async def kill(self, key: Key) -> None:
+        """End one process at once, as a death like any other: ``losses`` or ``watch`` tells of it. Nothing where it has ended already."""
+        if key in self._pidfds.values():
+            processes.send([self._children[key].pid], signal.SIGKILL)
+
     async def close(self) -> None:
         """``stop`` in a thread: it waits for processes to end, and connections still have to be closed meanwhile."""
         await asyncio.to_thread(self.stop)

@@ -44,6 +44,9 @@ class Launcher(Protocol):
     def losses(self) -> list[tuple[Key, Exception]]:
         """Whom of those the run survives it has lost since the last call, and the error that it would have been. Does not wait."""
 
+    async def kill(self, key: Key) -> None:
+        """End one process at once, as a death like any other: it is told of as such."""
+
     async def close(self) -> None:
         """End everything."""
 

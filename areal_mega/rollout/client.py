@@ -96,8 +96,10 @@ class InferenceClient:
 
     async def _model_info(self) -> dict[str, Any]:
         info = await self._transport.request("GET", "/model_info", fallback="/get_model_info")
-        self._version = parse_version(self.base_url, info["weight_version"])
-        return dict(info)
+        if not isinstance(info, dict) or "weight_version" not in info:
+            raise ServerFault(self.base_url, f"/model_info answered without weight_version: {str(info)[:100]}")
+        self._version = parse_version(self.base_url, str(info["weight_version"]))
+        return info
 
     async def probe(self) -> Capabilities:
         """Find out what the server can do; generates one token, so it must not be paused."""
@@ -252,8 +254,8 @@ class InferenceClient:
 
     async def _success(self, path: str, body: Mapping[str, Any]) -> None:
         answer = await self._transport.request("POST", path, body)
-        if not answer.get("success"):
-            raise ServerFault(self.base_url, f"{path} failed: {answer.get('message')}")
+        if not isinstance(answer, dict) or not answer.get("success"):
+            raise ServerFault(self.base_url, f"{path} failed: {answer.get('message') if isinstance(answer, dict) else str(answer)[:100]}")
 
     async def close(self) -> None:
         await self._transport.close()

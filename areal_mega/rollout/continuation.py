@@ -7,6 +7,7 @@ import binascii
 import math
 import uuid
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,15 @@ def sampling_params(partial: Partial) -> dict[str, Any]:
 
 
 def checked(base_url: str, partial: Partial, answer: Any, version_when_sent: int, experts_from: int = 0) -> Segment:
+    """``_checked``, whatever is in the answer's place."""
+    try:
+        return _checked(base_url, partial, answer, version_when_sent, experts_from)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a part that is there, but of another kind
+        what = f"{type(error).__name__}: {error}"
+        raise ServerFault(base_url, f"/generate answered what cannot be read ({what}): {str(answer)[:200]}") from error
+
+
+def _checked(base_url: str, partial: Partial, answer: Any, version_when_sent: int, experts_from: int) -> Segment:
     """An answer of SGLang's protocol, if it can be believed.
 
     Args:
@@ -117,7 +127,8 @@ def checked(base_url: str, partial: Partial, answer: Any, version_when_sent: int
         experts_from: position of the first row of ``routed_experts``.
 
     Raises:
-        ServerFault: a missing part, arrays of unequal lengths, a log-probability that is no number, spans that do not cover.
+        ServerFault: a missing part, arrays of unequal lengths, a log-probability that is no number, spans that do not cover,
+            a version older than that of the tokens before.
     """
     try:
         meta, ids = answer["meta_info"], list(answer["output_ids"])
@@ -136,10 +147,14 @@ def checked(base_url: str, partial: Partial, answer: Any, version_when_sent: int
         raise ServerFault(base_url, "/generate answered a log-probability that is not a finite number (NaN in the model?)")
     if len(ids) > partial.left:
         raise ServerFault(base_url, f"/generate answered {len(ids)} tokens, more than asked for")
+    versions = _versions(base_url, meta, len(ids), version_when_sent)
+    for before, after in pairwise([*partial.versions[-1:], *versions]):
+        if after < before:
+            raise ServerFault(base_url, f"/generate answered tokens of weight version {after} after tokens of version {before}")
     return Segment(
         ids=ids,
         logprobs=logprobs,
-        versions=_versions(base_url, meta, len(ids), version_when_sent),
+        versions=versions,
         kind=kind,
         matched=finish.get("matched"),
         text=str(answer.get("text", "")),

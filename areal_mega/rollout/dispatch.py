@@ -4,19 +4,20 @@ A prompt is in exactly one place at any time:
 
     stream ──submissions──▶ flying ──finished──▶ ready ──take──▶ consumed
       ▲                       │  ▲                 │
-      │                       │  └── retry ◀── failed, timed_out, replica_lost
+      │                       │  └── retry ◀── failed, timed_out, withdrawn, replica_lost
       └── put back ◀──────────┼─────────────────── beyond the bound, replica_lost
                               └──▶ rejected, or poisoned after ``attempts`` failures
 
-Events: ``replica_joined``, ``replica_lost``, ``finished``, ``rejected``, ``failed``, ``timed_out``, ``version_changed``. Decisions:
-``submissions`` (which prompts to start where), ``take`` (which groups to train on), ``discarded`` (whose arrays to forget), ``overdue``.
+Events: ``replica_joined``, ``replica_down``, ``withdrawn``, ``replica_up``, ``replica_lost``, ``finished``, ``rejected``, ``failed``,
+``timed_out``, ``version_changed``. Decisions: ``submissions`` (which prompts to start where), ``take`` (which groups to train on),
+``discarded`` (whose arrays to forget), ``overdue``, ``faulty`` (whose servers are broken).
 The rollout controller feeds it from the network; the simulator feeds it from a simulated clock.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +26,12 @@ from areal_mega.core.types import Group, Prompt
 from areal_mega.data.stream import PromptStream
 from areal_mega.rollout.flight import DispatchSettings, Flight, Key, ReadyBatch, Waiting, key_of
 from areal_mega.rollout.lengths import LengthBias, length_bin
-from areal_mega.rollout.progress import HOPELESS, HOPELESS_LEAST, Progress, RolloutFailed
+from areal_mega.rollout.progress import Progress, RolloutFailed
 from areal_mega.rollout.routing import Router
 from areal_mega.rollout.staleness import StalenessControl, apply_bound_to_groups, oldest_allowed
+
+_FAULTS = 3
+"""Attempts in a row that a replica's server failed, each with all its requests, until it is taken for broken."""
 
 __all__ = ["Dispatch", "DispatchSettings", "Flight", "ReadyBatch", "RolloutFailed"]
 
@@ -81,6 +85,24 @@ class Dispatch:
         """A replica takes prompts from now on; ``name`` is the address of its rollout worker."""
         self.router.joined(name)
 
+    def replica_down(self, name: str) -> None:
+        """A replica has lost its server: it is given nothing until ``replica_up``. What it finished is still there."""
+        self.router.replicas[name].down = True
+
+    def withdrawn(self, tickets: Iterable[int]) -> None:
+        """Prompts were taken back from a replica before they ended: they are tried again elsewhere, which is no failure of theirs."""
+        for ticket in tickets:
+            flight = self._landed(ticket, {})
+            if flight is not None:
+                self.retry.append(Waiting(flight.prompt, flight.order, frozenset({flight.replica})))
+                self.counts["withdrawn"] += 1
+
+    def replica_up(self, name: str) -> None:
+        """A replica has a server again."""
+        replica = self.router.replicas[name]
+        replica.down, replica.faults_in_a_row = False, 0
+        replica.held.clear()
+
     def replica_lost(self, name: str) -> None:
         """A replica and everything it held is gone. Its prompts are tried again elsewhere, which is no failure of theirs."""
         self.router.lost(name)
@@ -101,13 +123,23 @@ class Dispatch:
         self.version = version
         self.router.forget_prefixes()
 
-    def finished(self, ticket: int, group: Group, dropped: Mapping[str, int]) -> None:
-        """An attempt gave a group. ``dropped``: members without a trajectory, by reason."""
+    def finished(self, ticket: int, group: Group, dropped: Mapping[str, int]) -> str:
+        """An attempt gave a group. ``dropped``: members without a trajectory, by reason.
+
+        Returns:
+            Why the group cannot be believed, and the attempt has failed; empty where it can.
+        """
         flight = self._landed(ticket, dropped)
         if flight is None:  # it was given up before: another attempt is on its way
             self.counts["late"] += 1
             self.discarded.append(group)
-            return
+            return ""
+        oldest = min(sample.oldest_version for sample in group.samples)
+        if oldest < flight.version:  # no staleness: its server had confirmed newer weights before it got the prompt
+            reason = f"the server used weights of version {oldest} although it had confirmed version {flight.version} before"
+            self.discarded.append(group)
+            self._retry_or_poison(flight, "failed", reason, True)
+            return reason
         self._failures.pop(key_of(flight.prompt), None)
         self._progress.failed = self.router.replicas[flight.replica].faults_in_a_row = 0
         self.router.learn(group)
@@ -120,12 +152,13 @@ class Dispatch:
         if useless is None:
             self._progress.useless = 0
             self.ready.append((flight.order, group))
-            return
+            return ""
         kind, self._progress.last_reason = useless
         self.counts[kind] += 1
         self._progress.useless += 1
         self.staleness.on_discarded()
         self.discarded.append(group)
+        return ""
 
     def rejected(self, ticket: int, reason: str, dropped: Mapping[str, int]) -> None:
         """The workflow wants no group of this prompt: another prompt takes its place."""
@@ -177,9 +210,6 @@ class Dispatch:
         """A batch of ``groups``, oldest submission first, each under the strict bound; None until so many are there.
 
         Prompts whose answers came too late are generated again, before fresh ones: they are the long and hard ones.
-
-        Raises:
-            RolloutFailed: group after group is beyond the bound.
         """
         batch = self._batch
         while (missing := groups - len(batch.kept)) > 0:
@@ -204,6 +234,11 @@ class Dispatch:
     def overdue(self, now: float) -> list[Flight]:
         """Prompts that have flown longer than any can: their worker has lost them, or cannot end them."""
         return [flight for flight in self.flying.values() if now - flight.since > self.settings.deadline_s]
+
+    def faulty(self) -> dict[str, str]:
+        """Replicas whose servers failed so often in a row that they are better started again, with the last reason."""
+        replicas = self.router.replicas.values()
+        return {r.name: r.last_fault for r in replicas if r.faults_in_a_row >= _FAULTS and not r.down}
 
     def check_progress(self) -> None:
         """Raise where waiting on is hopeless.
@@ -261,7 +296,7 @@ class Dispatch:
     # --- inside
 
     def _start(self, prompt: Prompt, order: int, avoid: frozenset[str], now: float) -> Flight:
-        flight = Flight(self._tickets, prompt, order, self.router.route(prompt, avoid), now)
+        flight = Flight(self._tickets, prompt, order, self.router.route(prompt, avoid), now, self.version)
         self._tickets += 1
         self.flying[flight.ticket] = flight
         return flight
@@ -280,7 +315,9 @@ class Dispatch:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         self.counts[outcome] += 1
         self._progress.failed, self._progress.last_reason = self._progress.failed + 1, reason
-        self.router.replicas[flight.replica].faults_in_a_row += server_fault
+        if server_fault:
+            replica = self.router.replicas[flight.replica]
+            replica.faults_in_a_row, replica.last_fault = replica.faults_in_a_row + 1, reason
         if failures < self.settings.attempts and flight.prompt.id not in self.poisoned:
             self.retry.append(Waiting(flight.prompt, flight.order, frozenset({flight.replica})))
             self.counts["retried"] += 1
@@ -331,9 +368,3 @@ class Dispatch:
         self.staleness.on_discarded(len(again))
         self._stream.put_back(group.prompt for group in again)
         self.discarded += again
-        # What is under way may be too old; what is generated while the trainer waits cannot be, unless its versions are wrong.
-        if batch.refilled >= max(HOPELESS * (eta + 1) * self.staleness.batch_size, HOPELESS_LEAST):
-            raise RolloutFailed(
-                f"{batch.refilled} groups in a row were beyond staleness.max_staleness={eta} at version {self.version}, although the "
-                "trainer waited for them: do the servers report the versions of their weights?"
-            )

@@ -127,6 +127,12 @@ class Executor:
             if task.cancelled():
                 self._waiting[episode.purpose].appendleft(episode)
 
+    def withdraw(self, purpose: Purpose) -> list[int]:
+        """Give back what waits (while suspended: everything but what has finished), by its tickets; none of it gives a result here."""
+        tickets = [episode.ticket for episode in self._waiting[purpose]]
+        self._waiting[purpose].clear()
+        return tickets
+
     def resume(self) -> None:
         """The engine is back."""
         self._suspended = False

@@ -68,6 +68,8 @@ class Flight:
     order: int
     route: Route
     since: float
+    version: int
+    """Every server held at least these weights when it was submitted."""
 
     @property
     def replica(self) -> str:

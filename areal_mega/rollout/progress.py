@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from areal_mega.core.errors import RunFailed
 
-HOPELESS, HOPELESS_LEAST = 16, 128
+_HOPELESS, _HOPELESS_LEAST = 16, 128
 """Give up when so many times a batch's prompts (and at least so many) ended in a row without a group to train on: rejecting and
 filtering are part of some methods, and may hit many prompts."""
 _BROKEN, _BROKEN_LEAST = 2, 8
@@ -37,7 +37,7 @@ class Progress:
         """
         if self.failed >= max(_BROKEN * self._batch_size, _BROKEN_LEAST):
             raise RolloutFailed(f"{self.failed} prompts in a row failed; the last: {self.last_reason}")
-        if self.useless >= max(HOPELESS * self._batch_size, HOPELESS_LEAST):
+        if self.useless >= max(_HOPELESS * self._batch_size, _HOPELESS_LEAST):
             shown = ", ".join(f"{counts[name]} {name}" for name in _KINDS if counts[name])
             raise RolloutFailed(
                 f"{self.useless} prompts in a row gave no group to train on (since the start: {shown}); the last: {self.last_reason}"

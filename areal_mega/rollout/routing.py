@@ -28,12 +28,17 @@ _FADE = 0.02
 
 @dataclass
 class Replica:
-    """What is under way at one replica. ``prompts`` episodes, ``tokens`` expected of them; ``faults_in_a_row`` of its server."""
+    """What is under way at one replica. ``prompts`` episodes, ``tokens`` expected of them; ``faults_in_a_row`` of its server, and the last.
+
+    ``down``: it has no server at the moment, and is given nothing.
+    """
 
     name: str
     prompts: int = 0
     tokens: float = 0.0
     faults_in_a_row: int = 0
+    last_fault: str = ""
+    down: bool = False
     held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     """Blocks of prefixes, least recently used first."""
 
@@ -79,11 +84,11 @@ class Router:
     @property
     def free(self) -> int:
         """Prompts that may be given to replicas now."""
-        return sum(self._max_prompts - replica.prompts for replica in self.replicas.values())
+        return sum(self._max_prompts - replica.prompts for replica in self.replicas.values() if not replica.down)
 
     def route(self, prompt: Prompt, avoid: Collection[str] = ()) -> Route:
         """Choose a replica for ``prompt`` and count it there. There must be a free one; those to ``avoid`` are taken only alone."""
-        open_ = [replica for replica in self.replicas.values() if replica.prompts < self._max_prompts]
+        open_ = [replica for replica in self.replicas.values() if replica.prompts < self._max_prompts and not replica.down]
         assert open_, "no replica has room"
         candidates = [replica for replica in open_ if replica.name not in avoid] or open_
         blocks = prefix_blocks(prompt.row)

@@ -26,7 +26,7 @@ from areal_mega.rollout.store import TrajectoryStore
 from areal_mega.rollout.workflow import GenerationEngine, GenerationSettings, Workflow, WorkflowContext
 from areal_mega.rpc.server import RpcServer
 
-METHODS = ("connect", "submit", "cancel", "collect", "fetch", "release", "under_way", "measures", "status", "suspend", "resume")
+METHODS = ("connect", "submit", "cancel", "collect", "fetch", "release", "under_way", "measures", "status", "suspend", "withdraw", "resume")
 
 
 class RolloutWorker:
@@ -80,8 +80,12 @@ class RolloutWorker:
         return asdict(capabilities)
 
     async def suspend(self) -> None:
-        """The server is gone and is started again: what ran on it waits for ``resume``, nothing of it is lost or reported as failed."""
+        """The server is gone: what ran on it waits for ``withdraw`` or ``resume``, nothing of it is lost or reported as failed."""
         await self._running.suspend()
+
+    async def withdraw(self, purpose: Purpose = "train") -> list[int]:
+        """Tickets of the episodes that have not finished (call after ``suspend``): they are somebody else's from now on."""
+        return self._running.withdraw(purpose)
 
     async def resume(self, deadline_s: float) -> None:
         """The server is back, with the current weights.

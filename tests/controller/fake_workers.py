@@ -30,6 +30,7 @@ class FakeWorker:
         """(prompt, step, version at submission) of train episodes."""
         self.tickets: dict[tuple[str, int], int] = {}
         self.cancelled: list[int] = []
+        self.suspended = False
         self.held: set[str] = set()
         self.made: list[Group] = []
         self.fault: Exception | None = None
@@ -76,6 +77,16 @@ class FakeWorker:
     async def cancel(self, tickets: Sequence[int], purpose: Purpose = "train") -> None:
         self.cancelled += tickets
         self.running = [each for each in self.running if self.tickets[each[0].id, each[0].epoch] not in tickets]
+
+    async def suspend(self) -> None:
+        self.suspended = True
+
+    async def withdraw(self, purpose: Purpose = "train") -> list[int]:
+        gone, self.running = self.running, []
+        return [self.tickets[each.id, each.epoch] for each, _, _ in gone]
+
+    async def resume(self, deadline_s: float) -> None:
+        self.suspended = False
 
     async def measures(self) -> dict[str, dict[int, int]]:
         return {"tokens": {4: 10}, "ms": {4: 100}}

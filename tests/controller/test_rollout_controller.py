@@ -198,7 +198,7 @@ async def test_servers_that_never_report_the_new_version_end_the_run() -> None:
         worker.version = 0
         worker.automatic = lambda _: asyncio.ensure_future(worker.finish(-1)) and None
         await worker.finish()
-        with pytest.raises(RolloutFailed, match=r"groups in a row were beyond staleness.max_staleness=0 at version 1.*report the versions"):
+        with pytest.raises(RolloutFailed, match=r"in a row failed.*used weights of version 0 although it had confirmed version 1 before"):
             await batch_of(world)
 
 
@@ -491,3 +491,68 @@ def check_books(world: World, trained: list[str], refilled: int) -> None:
     under_way = Counter((p.id, p.epoch) for w in world.workers for p, _, _ in w.running)
     assert all(n == 1 for n in under_way.values())
     assert under_way.keys() == {(f.prompt.id, f.prompt.epoch) for f in world.dispatch.flying.values()}
+
+
+# --- servers that go and come back
+
+
+async def test_prompts_of_a_server_that_is_gone_are_tried_elsewhere_and_it_gets_none_until_it_is_back() -> None:
+    async with World(workers=2, batch=4, eta=0) as world:
+        first, second = world.workers
+        mine = [each.id for each, _, _ in first.running]
+        assert len(mine) == 2
+        await world.control.suspend(0, deadline_s=5.0)
+        await settle()
+        assert first.suspended and not first.running and {each.id for each, _, _ in second.running} >= set(mine)
+        await second.finish(outcome="rejected")
+        await settle()
+        assert not first.running and len(second.running) == 4
+        await world.control.resume(0, deadline_s=5.0)
+        await second.finish(outcome="rejected")
+        await settle()
+        assert not first.suspended and len(first.running) == 1
+        assert (world.dispatch.counts["failed"], world.dispatch.counts["withdrawn"]) == (0, 2)
+
+
+async def test_with_no_server_prompts_wait_and_the_deadline_says_so() -> None:
+    async with World(batch=2, eta=0, timeout_s=1.0) as world:
+        await world.control.suspend(0, deadline_s=5.0)
+        await settle()
+        assert not world.running and len(world.dispatch.retry) == 2
+        with pytest.raises(DeadlineExceeded, match="rollout rank 0 has no inference server"):
+            await batch_of(world)
+
+
+async def test_a_prompt_on_its_way_to_a_server_that_goes_is_not_lost() -> None:
+    async with World(workers=2, batch=2, eta=0, overlapped=False) as world:
+        gate = world.control._submitting[world.workers[0].address]
+        await gate.acquire()
+        wanted = asyncio.create_task(batch_of(world))
+        await settle()  # one prompt waits for the gate
+        world.dispatch.replica_down(world.workers[0].address)
+        gate.release()
+        await settle()
+        assert not world.workers[0].running and len(world.workers[1].running) == 2
+        for _ in range(2):
+            await world.workers[1].finish()
+        assert sorted(prompt_ids(await wanted)) == ["p0", "p1"]
+
+
+async def test_evaluation_goes_elsewhere_when_a_server_is_given_up() -> None:
+    async with World(workers=2, batch=1, eta=0, overlapped=False) as world:
+        first, second = world.workers
+
+        async def withdraw(purpose: str = "train") -> list[int]:
+            return [] if purpose == "train" else [first.tickets["p0", 0]]
+
+        first.withdraw = withdraw  # type: ignore[method-assign]
+        evaluation = asyncio.create_task(world.control.evaluate([prompt(i) for i in range(3)]))  # p0 and p2 to the first
+        await settle()
+        await first.deliver(result(prompt(2), "rejected", purpose="eval", ticket=first.tickets["p2", 0]))
+        await second.deliver(result(prompt(1), "rejected", purpose="eval", ticket=second.tickets["p1", 0]))
+        await world.control.suspend(0, deadline_s=5.0, for_good=True)
+        await first.wake()
+        await settle()
+        await second.deliver(result(prompt(0), "rejected", purpose="eval", ticket=second.tickets["p0", 0]))
+        results = await asyncio.wait_for(evaluation, 60)
+        assert sorted(each.prompt.id for each in results) == ["p0", "p1", "p2"]

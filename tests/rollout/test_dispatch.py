@@ -114,6 +114,33 @@ class World:
         if name not in self.dispatch.router.replicas:
             self.dispatch.replica_joined(name)
 
+    def down(self, index: int) -> None:
+        """A server goes; some of what ran there is taken back, and the rest ends by itself."""
+        names = sorted(self.dispatch.router.replicas)
+        name = names[index % len(names)]
+        self.dispatch.replica_down(name)
+        mine = [f.ticket for f in self.dispatch.flying.values() if f.replica == name]
+        self.dispatch.withdrawn(mine[index % 2 :])
+        self.dispatch.withdrawn([10_000])  # given up before
+        self.pump()
+        assert not [f for f in self.dispatch.flying.values() if f.replica == name and f.ticket not in mine[: index % 2]]
+
+    def up(self, index: int) -> None:
+        names = sorted(self.dispatch.router.replicas)
+        self.dispatch.replica_up(names[index % len(names)])
+
+    def answer_old(self, index: int) -> None:
+        flight = self.pick(index)
+        if flight is None or not flight.version:
+            return
+        made = group(
+            f"{flight.ticket}-old", [{"versions": {flight.version - 1: 1, self.version: 2}}], of=flight.prompt, worker=flight.replica
+        )
+        assert "although it had confirmed" in self.dispatch.finished(flight.ticket, made, {})
+        assert self.dispatch.discarded[-1] is made
+        if flight.prompt.id in self.dispatch.poisoned:
+            self.gone[key(flight)] += 1
+
     def wait(self, index: int) -> None:
         self.now += index
         for flight in self.dispatch.overdue(self.now):
@@ -187,7 +214,9 @@ def key(flight: Flight) -> tuple[str, int]:
 MOVES = st.lists(
     st.tuples(
         st.sampled_from(
-            ["finish"] * 4 + ["train"] * 2 + ["useless", "reject", "fail", "time_out", "late_answer", "lose", "join", "wait", "recover"]
+            ["finish"] * 4
+            + ["train"] * 2
+            + ["useless", "reject", "fail", "time_out", "late_answer", "lose", "join", "wait", "recover", "down", "up", "answer_old"]
         ),
         st.integers(0, 30),
     ),
@@ -279,6 +308,36 @@ def test_a_failure_of_one_server_is_counted_there_until_it_answers() -> None:
         world.train()
         world.pump()
     assert world.dispatch.router.replicas["a"].faults_in_a_row == 0
+
+
+def test_a_server_that_fails_three_attempts_in_a_row_is_faulty_until_it_is_back() -> None:
+    world = World(eta=3, attempts=9)
+    for number in range(3):
+        assert world.dispatch.faulty() == {}
+        world.pump()
+        flight = next(f for f in world.dispatch.flying.values() if f.replica == "a")
+        world.dispatch.failed(flight.ticket, f"malformed {number}", {}, server_fault=True)
+    assert world.dispatch.faulty() == {"a": "malformed 2"}
+    world.dispatch.replica_down("a")
+    assert world.dispatch.faulty() == {}
+    world.dispatch.replica_up("a")
+    assert world.dispatch.faulty() == {}
+
+
+def test_with_every_server_gone_prompts_wait_and_none_has_failed() -> None:
+    world = World(eta=0)
+    world.pump()
+    before = sorted(key(f) for f in world.dispatch.flying.values())
+    for name in list(world.dispatch.router.replicas):
+        world.dispatch.replica_down(name)
+        world.dispatch.withdrawn([f.ticket for f in world.dispatch.flying.values() if f.replica == name])
+        world.pump()
+    assert not world.dispatch.flying and len(world.dispatch.retry) == len(before)
+    world.dispatch.replica_up("b")
+    world.pump()
+    assert sorted(key(f) for f in world.dispatch.flying.values()) == before
+    assert (world.dispatch.counts["failed"], world.dispatch.counts["retried"]) == (0, 0)
+    world.check()
 
 
 def test_all_prompts_poisoned_ends_the_run() -> None:

@@ -63,7 +63,17 @@ class Agent:
         self._leave = asyncio.Event()
         self._ending = False
         self._failed = ""
-        for method in (self.hello, self.begin, self.start, self.ports, self.events, self.end, self.stop_process, self.leave):
+        for method in (
+            self.hello,
+            self.begin,
+            self.start,
+            self.ports,
+            self.events,
+            self.end,
+            self.stop_process,
+            self.kill_process,
+            self.leave,
+        ):
             self._server.register(method.__name__, method)
 
     async def serve(self) -> None:
@@ -146,6 +156,12 @@ class Agent:
         self._heard = time.monotonic()
         assert self._launcher is not None, "stop before begin"
         await asyncio.to_thread(self._launcher.end, (role, rank))
+
+    async def kill_process(self, role: str, rank: int) -> None:
+        """End one process at once; its end is an event like any other's."""
+        self._heard = time.monotonic()
+        assert self._launcher is not None, "kill before begin"
+        await self._launcher.kill((role, rank))
 
     async def end(self) -> None:
         """End all processes; the agent stays."""

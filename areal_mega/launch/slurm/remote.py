@@ -46,6 +46,10 @@ class Tasks:
     def presence(self, task: int) -> Presence:
         return self._agents[task][0]
 
+    def job(self, task: int) -> str:
+        """A task's own Slurm job, also after it has left."""
+        return self._meeting.present()[task].job
+
     def agent(self, task: int) -> RpcClient:
         return self._agents[task][1]
 
@@ -174,6 +178,10 @@ class RemoteLauncher:
         """As ``LocalLauncher.losses``."""
         found, self._losses = self._losses, []
         return found
+
+    async def kill(self, key: Key) -> None:
+        """As ``LocalLauncher.kill``."""
+        await self._tasks.agent(self._tasks.plan.task_of[key]).call("kill_process", role=key[0], rank=key[1], timeout_s=_CALL_S)
 
     async def wait_ready(self, keys: Iterable[Key]) -> dict[Key, dict[str, Any]]:
         """As ``LocalLauncher.wait_ready``."""
