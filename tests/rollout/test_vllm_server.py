@@ -26,7 +26,11 @@ from areal_mega.sync.digest import combine, tensor_digest
 PROMPT = (5, 6, 7, 8, 9, 10, 11)
 WAIT_S = 300.0
 EXACT = 1e-4
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {"tied": ("qwen3", {}), "untied": ("llama", {"head_dim": 32}), "sparse": ("qwen3_moe", {})}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("qwen3", {}),
+    "untied": ("llama", {"head_dim": 32}),
+    "sparse": ("qwen3_moe", {"moe_intermediate_size": 48}),  # vLLM pads experts to multiples of 32 on a CPU
+}
 KINDS = ["recorded-tied", *[f"vllm-{name}" for name in MODELS if ENV]]
 
 
