@@ -110,12 +110,11 @@ class ServerKeeper:
         self._look()
         self._launcher.survive(())
         self._syncing = True
-        try:
-            yield
-        finally:
-            self._syncing = False
-            if self._allowed:
-                self._launcher.survive(self._keys)
+        yield
+        # Only where all went well: a sync that failed ends the run, and the death behind it is to be its cause, not one to survive.
+        self._syncing = False
+        if self._allowed:
+            self._launcher.survive(self._keys)
 
     async def settled(self) -> None:
         """Wait until the death of everybody that was killed has been seen: nobody is sent weights that is about to die.

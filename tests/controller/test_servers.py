@@ -118,6 +118,16 @@ async def test_a_dead_server_is_started_and_waits_for_weights() -> None:
     await ended(watch)
 
 
+async def test_a_death_in_a_sync_that_fails_is_none_to_survive() -> None:
+    world = World(restarts=1)
+    watch = asyncio.create_task(world.keeper.watch())
+    await asyncio.sleep(0.1)
+    with pytest.raises(RunFailed), world.keeper.steady():
+        raise RunFailed("the sync failed")
+    assert world.surviving == []
+    await ended(watch)
+
+
 async def test_one_that_dies_while_it_starts_is_started_once_more() -> None:
     world = World(restarts=2)
     watch = asyncio.create_task(world.keeper.watch())
