@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -45,17 +46,28 @@ def task(
     """Be one task of a submitted run: the array index decides the role."""
     resolved, _ = load(recipe, overrides)
     from areal_mega.launch.slurm.meeting import ArrayTask
-    from areal_mega.launch.slurm.task import agent_beside, run_agent, tasks_of
+    from areal_mega.launch.slurm.task import agent_beside, check_array, requeue_all, run_agent, tasks_of
 
     who = ArrayTask.current(os.environ, first_task)
+    with naming_lines(resolved):
+        check_array(resolved.recipe, os.environ, first_task)
     if agent or who.task:
         with naming_lines(resolved):
             run_agent(resolved.recipe, who)
         return
     from areal_mega.cli.train import run
+    from areal_mega.controller.recover import Stopped
     from areal_mega.launch.slurm.machines import SlurmTasks
 
+    if int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+        # Slurm started this task again: what it had begun goes on.
+        section = resolved.recipe.run.model_copy(update={"resume": True, "overwrite": False})
+        resolved = replace(resolved, recipe=resolved.recipe.model_copy(update={"run": section}))
     with naming_lines(resolved):
-        machines = SlurmTasks(resolved.recipe, tasks_of(resolved.recipe, who))
-    with agent_beside(["slurm", "task", str(recipe), *(overrides or ()), "--agent"]):
-        run(resolved, machines)
+        tasks = tasks_of(resolved.recipe, who)
+    try:
+        with agent_beside(["slurm", "task", str(recipe), *(overrides or ()), "--agent"]):
+            run(resolved, SlurmTasks(resolved.recipe, tasks))
+    except Stopped as stopped:
+        typer.echo(f"{stopped}; back into the queue")
+        requeue_all(tasks)

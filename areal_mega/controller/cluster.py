@@ -117,8 +117,8 @@ class Cluster:
         model_path = run_dir.model_path(recipe)
         specs, urls = [], []
         for rank in range(self._train.world_size):
-            slots = machines.slots(("train", rank))
-            specs.append(worker_spec("train", rank, run_dir=run_dir, recipe=recipe, device=device, gpus=slots))
+            env = {"CUDA_VISIBLE_DEVICES": machines.devices(("train", rank))}
+            specs.append(worker_spec("train", rank, run_dir=run_dir, recipe=recipe, device=device, env=env))
         ports = await machines.ports([("server", replica) for replica in range(self._rollout.dp)])
         for replica in range(self._rollout.dp):
             key = ("server", replica)
@@ -132,7 +132,7 @@ class Cluster:
                     host=host,
                     port=port,
                     device=device,
-                    gpus=machines.slots(key),
+                    env={"CUDA_VISIBLE_DEVICES": machines.devices(key)},
                 )
             )
             specs.append(worker_spec("rollout", replica, run_dir=run_dir, recipe=recipe, device=device))

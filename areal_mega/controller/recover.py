@@ -24,7 +24,7 @@ from typing import Any
 from areal_mega.config.schema import CheckpointSection, Recipe
 from areal_mega.controller.train import TrainController
 from areal_mega.core import metrics as m
-from areal_mega.core.errors import DeadlineExceeded, UserError
+from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError
 from areal_mega.core.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d+)")
 _POLL_S = 0.2
+
+
+class Stopped(RunFailed):
+    """The run was asked to end, and has saved everything."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
 from areal_mega.controller import exports
 from areal_mega.controller.batch import StepBatch, batch_metrics, bias_metrics, mean_reward, plan_step, score_metrics
-from areal_mega.controller.recover import RecoverPoint, Recovery, recover_folder
+from areal_mega.controller.recover import RecoverPoint, Recovery, Stopped, recover_folder
 from areal_mega.controller.rollout import ReadyBatch, RolloutController, RolloutFailed
 from areal_mega.controller.servers import ServerKeeper
 from areal_mega.controller.sync import WeightSync
@@ -75,6 +75,8 @@ class Run:
         self._poisoned_seen = 0
         self.first_step = 0
         """Train steps done before this attempt."""
+        self.stop_asked = False
+        """Set from outside: save after the step under way, and end."""
         self._resumed = resumed
         self._trained = LineLog(run_dir / TRAINED_FILE)
         self.recovery = Recovery(
@@ -148,10 +150,12 @@ class Run:
             await self._export("final" if last else f"step-{done}", done, self.last_eval if evaluated else None)
         self._histograms |= await self.rollout.drain_decode()
         self._log(done)
-        if self.recovery.due(done):
+        if self.recovery.due(done) or (self.stop_asked and not last):
             await self.recovery.save(done)
-        if last:
+        if last or self.stop_asked:
             await self.recovery.finish()
+        if self.stop_asked and not last:
+            raise Stopped(f"ended after step {done} as asked, with everything saved; run.resume=true goes on")
         self._metrics += await self.recovery.drain()
 
     async def _restore(self, point: RecoverPoint) -> None:

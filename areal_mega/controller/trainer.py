@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +23,9 @@ from areal_mega.config.loader import load_recipe, resolved_dict
 from areal_mega.config.schema import DatasetSection, Recipe
 from areal_mega.controller.cluster import Cluster
 from areal_mega.controller.loops import overlapped_loop, plain_loop
-from areal_mega.controller.recover import RecoverPoint, points, recover_folder
+from areal_mega.controller.recover import RecoverPoint, Stopped, points, recover_folder
 from areal_mega.controller.result import TrainResult
-from areal_mega.controller.run import TRAINED_FILE
+from areal_mega.controller.run import TRAINED_FILE, Run
 from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError
 from areal_mega.core.types import Prompt
 from areal_mega.data.prompts import fit_prompts
@@ -146,7 +148,7 @@ class Trainer:
                     why = ""
                     return result
                 except (RunFailed, DeadlineExceeded) as error:
-                    if not restarts_left:
+                    if not restarts_left or isinstance(error, Stopped):
                         raise
                     # On a thread: the file system may be slow, and agents of other machines are being listened to.
                     resumed = await asyncio.to_thread(rewind, recipe, self._run_dir.path)
@@ -168,8 +170,9 @@ class Trainer:
     ) -> dict[str, Any]:
         assert self._run_dir is not None
         async with cluster.running(self._run_dir, stream, prompts, observer, resumed) as run:
-            loop = overlapped_loop if run.recipe.run.overlap else plain_loop
-            await cluster.supervise(loop(run))
+            with _stopping_on_signal(run, observer):
+                loop = overlapped_loop if run.recipe.run.overlap else plain_loop
+                await cluster.supervise(loop(run))
         return {
             "run_dir": self._run_dir.path,
             "steps": run.recipe.run.steps,
@@ -190,6 +193,25 @@ def rewind(recipe: Recipe, run_dir: Path) -> RecoverPoint | None:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+@contextmanager
+def _stopping_on_signal(run: Run, observer: Observer) -> Iterator[None]:
+    """SIGUSR1, which a cluster sends before it ends a job: save after the step under way, and end. Only where signals can be had."""
+
+    def ask() -> None:
+        run.stop_asked = True
+        observer.note("SIGUSR1: saving and ending after the step under way")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, ask)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
 
 
 @contextmanager

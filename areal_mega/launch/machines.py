@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, Protocol
 
 from areal_mega.config.schema import Recipe
+from areal_mega.launch.commands import visible_devices
 from areal_mega.launch.local import LocalLauncher, ProcessSpec
 from areal_mega.launch.rundir import Key, RunDir
 from areal_mega.parallel.placement import place
@@ -54,8 +56,8 @@ class Launcher(Protocol):
 class Machines(Protocol):
     """The machines of a run: where each process goes, and how it is started there."""
 
-    def slots(self, key: Key) -> tuple[int, ...]:
-        """The GPUs of a process, counted among those of its machine."""
+    def devices(self, key: Key) -> str:
+        """``CUDA_VISIBLE_DEVICES`` of a process: its GPUs, by the names that its own machine's are known by there. Empty: none."""
 
     async def launcher(self, run_dir: RunDir, say: Callable[[str], None]) -> Launcher:
         """For a new attempt. Waits for machines that are not there yet; ``say`` gets a line now and then while it does."""
@@ -83,11 +85,11 @@ class ThisMachine:
         listen_socket(self._launch.host, 0).close()
         self._placement = place(parse(recipe.train.strategy), parse(recipe.rollout.strategy), recipe.launch.slots, device)
 
-    def slots(self, key: Key) -> tuple[int, ...]:
+    def devices(self, key: Key) -> str:
         role, rank = key
         if self._device == "cpu" or role not in ("train", "server"):
-            return ()
-        return self._placement.slots("train" if role == "train" else "server", rank)
+            return ""
+        return visible_devices(self._placement.slots("train" if role == "train" else "server", rank), os.environ)
 
     async def launcher(self, run_dir: RunDir, say: Callable[[str], None]) -> LocalLauncher:
         return LocalLauncher(run_dir, startup_timeout_s=self._launch.startup_timeout_s, shutdown_timeout_s=self._launch.shutdown_timeout_s)

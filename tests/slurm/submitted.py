@@ -45,7 +45,7 @@ class Submitted:
         self._slurm = Slurm(cache_s=0.5)
 
     def tasks(self) -> list[TaskState]:
-        return sorted(self._slurm.tasks(self.jobs), key=lambda task: (task.job, task.index))
+        return sorted(self._slurm.tasks(self.jobs), key=lambda task: (int(task.job), task.index))
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
         deadline = time.monotonic() + timeout_s

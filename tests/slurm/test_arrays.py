@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def test_the_script_of_the_repository_trains_on_two_tasks(tmp_path: Path, runs: 
         "train.microbatch_tokens=64",
         "train.minibatches=1",
     ]
-    words += ["train.optimizer.warmup_steps=0", "launch.device=cpu"]
+    words += ["train.optimizer.warmup_steps=0", "launch.device=cpu", "launch.slurm.slots_per_task=2"]
     script = (REPO / "slurm/gsm8k_grpo.sbatch").read_text()
     script = script.replace("\nset -euo", f"\n{SETTINGS['setup'][0]}\nset -- {shlex.join(words)}\nset -euo")
     script = script.replace("slurm-%x-%A_%a.out", str(tmp_path / "task-%a.out"))
@@ -60,8 +61,10 @@ def test_the_script_of_the_repository_trains_on_two_tasks(tmp_path: Path, runs: 
     assert [task.state for task in states] == ["COMPLETED"] * 2, run.explain()
     assert [record["step"] for record in run.steps()] == [0, 1, 2]
     assert run.steps()[-1]["metrics"]["sync/version"] == 2
-    train, server = seen["train", 0].split(","), seen["server", 0].split(",")
-    assert len(train) == len(server) == 1 and not set(train) & set(server), seen
+    gpus = [seen[key].split(",") for key in (("train", 0), ("train", 1), ("server", 0))]
+    assert [len(names) for names in gpus] == [1, 1, 1], seen
+    if len({task.nodes for task in states}) == 1:
+        assert len({name for names in gpus for name in names}) == 3, f"on one node no two processes share a GPU: {seen}"
 
 
 def environments(run: Submitted) -> dict[tuple[str, int], str]:
@@ -154,6 +157,16 @@ def test_what_slurm_refuses_is_one_line(tmp_path: Path, settings: dict[str, Any]
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr, done.stderr
 
 
+def test_an_array_of_another_size_is_one_line(tmp_path: Path, runs: list[Submitted]) -> None:
+    path = recipe(tmp_path)
+    script = areal_mega("slurm", "render", str(path)).stdout.replace("--array=0-1", "--array=0-2")
+    run = Submitted(tmp_path, [Slurm().submit(script)])
+    runs.append(run)
+    run.until(lambda: "error: " in run.output(0), "the refusal")
+    assert "the array has 3 tasks" in run.output(0) and "make 2; submit with --array=0-1" in run.output(0)
+    assert not (tmp_path / "runs").exists(), "nothing has begun"
+
+
 def test_a_host_name_that_does_not_resolve_is_one_line(tmp_path: Path, runs: list[Submitted]) -> None:
     setup = [*SETTINGS["setup"], "export AREAL_MEGA_HOST=no-such-host.invalid"]
     run = launch(tmp_path, recipe(tmp_path, setup=setup, queue_timeout_s=20.0))
@@ -161,3 +174,53 @@ def test_a_host_name_that_does_not_resolve_is_one_line(tmp_path: Path, runs: lis
     run.until(lambda: any(task.ended for task in run.tasks()), "the end of a task")
     run.until(lambda: "does not resolve" in run.output(1), "the reason")
     assert "error: node n" in run.output(1) and "AREAL_MEGA_HOST" in run.output(1)
+
+
+GOING_ON = {
+    "run": {"steps": 5, "overlap": False},
+    "staleness": {"max_staleness": 0},
+    "algorithm": {"correction": "none"},
+    "checkpoint": {"recover_every_steps": 1},
+    "eval": {"at_start": False},
+    "launch": {"restarts": 3, "server_restarts": 0},
+}
+
+
+def trained(run: Submitted) -> list[tuple[int, list[Any]]]:
+    return [
+        (entry["step"], sorted(entry["prompts"])) for entry in map(json.loads, (run.run_dir / "trained.jsonl").read_text().splitlines())
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, slurm: SlurmLab | None) -> list[tuple[int, list[Any]]]:
+    root = tmp_path_factory.mktemp("undisturbed")
+    run = launch(root, recipe(root, GOING_ON))
+    assert [task.state for task in run.until_ended()] == ["COMPLETED"] * 2, run.explain()
+    return trained(run)
+
+
+@pytest.mark.parametrize("what", ["requeue rollout", "requeue controller", "crash", "signal"])
+def test_an_interrupted_run_goes_on_with_the_same_prompts(
+    tmp_path: Path, runs: list[Submitted], slurm: SlurmLab | None, undisturbed: list[tuple[int, list[Any]]], what: str
+) -> None:
+    if what == "crash" and slurm is None:
+        pytest.skip("pulls a node's plug: only in the lab")
+    run = launch(tmp_path, recipe(tmp_path, GOING_ON, extra=["--exclusive"]))
+    runs.append(run)
+    run.until(lambda: (run.run_dir / "recover/step-1/state.json").exists(), "a checkpoint")
+    job = run.jobs[0]
+    if what == "crash":
+        assert slurm is not None
+        node = run.tasks()[1].nodes
+        slurm.crash(node)
+        time.sleep(2.0)
+        slurm.boot(node)
+    elif what == "signal":
+        Slurm._run(["scancel", "--batch", "--signal=USR1", f"{job}_0"])
+    else:
+        Slurm().requeue(f"{job}_{1 if what == 'requeue rollout' else 0}")
+    states = run.until_ended()
+    assert [task.state for task in states] == ["COMPLETED"] * 2, run.explain()
+    assert trained(run) == undisturbed, run.explain()
+    assert [record["step"] for record in run.steps()] == list(range(6))

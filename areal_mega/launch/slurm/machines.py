@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from areal_mega.config.schema import Recipe
+from areal_mega.launch.commands import visible_devices
 from areal_mega.launch.rundir import Key, RunDir
 from areal_mega.launch.slurm.remote import RemoteLauncher, Tasks
 
@@ -16,12 +17,11 @@ class SlurmTasks:
         self._recipe, self._tasks = recipe, tasks
         self._launcher: RemoteLauncher | None = None
 
-    def slots(self, key: Key) -> tuple[int, ...]:
-        """GPUs as Slurm gave them to the task; none where it gave none (CPU slots have no names)."""
+    def devices(self, key: Key) -> str:
+        """Of those that Slurm gave to the process's own task; none where it gave none (CPU slots have no names)."""
         plan = self._tasks.plan
-        if self._tasks.presence(plan.task_of[key]).devices is None:
-            return ()
-        return plan.slots.get(key, ())
+        given = self._tasks.presence(plan.task_of[key]).devices
+        return "" if given is None else visible_devices(plan.slots.get(key, ()), {"CUDA_VISIBLE_DEVICES": given})
 
     async def launcher(self, run_dir: RunDir, say: Callable[[str], None]) -> RemoteLauncher:
         await self._tasks.gather(range(self._tasks.plan.tasks), say)

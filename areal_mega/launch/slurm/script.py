@@ -34,6 +34,12 @@ class Script:
         return f"{stem}.{self.role}.sbatch" if self.role else f"{stem}.sbatch"
 
 
+def apart(recipe: Recipe) -> bool:
+    """Whether the roles ask Slurm for different things, and so have an array each."""
+    slurm = recipe.launch.slurm
+    return _resources(slurm, slurm.train) != _resources(slurm, slurm.rollout)
+
+
 def plan_of(recipe: Recipe) -> TaskPlan:
     """Tasks of a recipe.
 
@@ -47,7 +53,7 @@ def plan_of(recipe: Recipe) -> TaskPlan:
         parse(recipe.train.strategy),
         parse(recipe.rollout.strategy),
         slurm.slots_per_task,
-        apart=_resources(slurm, slurm.train) != _resources(slurm, slurm.rollout),
+        apart=apart(recipe),
     )
 
 

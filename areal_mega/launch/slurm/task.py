@@ -7,16 +7,18 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from areal_mega.config.schema import Recipe
+from areal_mega.core.errors import UserError
 from areal_mega.launch.commands import python_path
 from areal_mega.launch.slurm.agent import Agent, node_host
+from areal_mega.launch.slurm.jobs import Slurm
 from areal_mega.launch.slurm.meeting import ArrayTask, Meeting, new_token
 from areal_mega.launch.slurm.remote import Tasks
-from areal_mega.launch.slurm.script import plan_of
+from areal_mega.launch.slurm.script import apart, plan_of
 
 _CHILD = Path(__file__).parents[1] / "child.py"
 AGENT_END_S = 60.0
@@ -48,6 +50,34 @@ def agent_beside(argv: Sequence[str]) -> Iterator[None]:
                 agent.wait(timeout=AGENT_END_S)  # it was told to leave, or sees that the controller is gone
             except subprocess.TimeoutExpired:
                 agent.kill()
+
+
+def check_array(recipe: Recipe, env: Mapping[str, str], first_task: int) -> None:
+    """The array that Slurm started must have the tasks that the recipe needs: settings given at submission may have changed them.
+
+    Raises:
+        UserError: it has more or fewer.
+    """
+    plan = plan_of(recipe)
+    last = plan.tasks if first_task or not apart(recipe) else plan.train_tasks
+    needed, there = last - first_task, int(env.get("SLURM_ARRAY_TASK_COUNT", last - first_task))
+    if needed != there:
+        raise UserError(
+            f"the array has {there} task{'s' * (there > 1)}, but train.strategy {recipe.train.strategy} and rollout.strategy "
+            f"{recipe.rollout.strategy} at launch.slurm.slots_per_task={recipe.launch.slurm.slots_per_task} make {needed}; "
+            f"submit with --array=0-{needed - 1}"
+        )
+
+
+def requeue_all(tasks: Tasks) -> None:
+    """Put every task of the run back into the queue; this one, task 0, last: it ends with that.
+
+    Raises:
+        RunFailed: Slurm refuses (``launch.slurm.requeue`` is false, say).
+    """
+    slurm = Slurm()
+    for number in sorted(range(tasks.plan.tasks), reverse=True):
+        slurm.requeue(tasks.job(number))
 
 
 def tasks_of(recipe: Recipe, task: ArrayTask) -> Tasks:
