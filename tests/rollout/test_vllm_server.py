@@ -24,6 +24,7 @@ from areal_mega.rollout.vllm import VLLMClient
 from areal_mega.sync.digest import combine, tensor_digest
 
 PROMPT = (5, 6, 7, 8, 9, 10, 11)
+EOS_ID = 1  # of tiny_tokenizer
 WAIT_S = 300.0
 EXACT = 1e-4
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -228,7 +229,10 @@ async def test_an_update_in_mid_request(client: VLLMClient, trainer: Trainer, mo
         await client.resume()
         generations, [late] = await asyncio.wait_for(running, WAIT_S), await asyncio.wait_for(waiting, WAIT_S)
         assert set(late.versions) == {version}
-        assert [len(g.output_ids) for g in generations] == [r.max_new_tokens for r in asked]
+        for request, generation in zip(asked, generations, strict=True):
+            # vLLM stops at the tokenizer's end of sequence too, which a sample may draw: once in some hundred tokens here.
+            drawn = request.temperature > 0 and generation.finish_reason == "stop" and generation.output_ids[-1] == EOS_ID
+            assert drawn or len(generation.output_ids) == request.max_new_tokens, generation
         if all(len(set(g.versions)) == 2 for g in generations):
             break
     else:
