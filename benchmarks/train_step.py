@@ -6,7 +6,7 @@ tokens alone), their ratio, peak resident memory, and the losses and gradient no
 
 The other side is written as one would write it well without a framework: ``AutoModelForCausalLM`` with SDPA, logits of trained tokens only,
 ``AdamW(fused=True)``. It tries right-padded micro-batches (sorted by length, no mask: causal attention never looks at padding behind a
-token) and packed ones (position ids), for experts grouped_mm and the eager loop, and keeps the fastest.
+token) and packed ones (position ids), for experts grouped_mm and the eager loop, looks twice where it is close, and keeps the fastest.
 bf16: ours keeps bf16 weights and an fp32 master copy, the other side fp32 weights under autocast.
 
     python benchmarks/train_step.py [--model dense|moe] [--dtype fp32|bf16] [--steps 5] [--threads 2] [--profile FILE]
@@ -194,6 +194,13 @@ def transformers_side(args: argparse.Namespace) -> tuple[Step, int, str]:
             start = time.perf_counter()
             gradients(model, batches, args.dtype)
             times[form, kind] = time.perf_counter() - start
+    for form, kind in [key for key, value in times.items() if value < 2 * min(times.values())]:
+        # A second look where it was close: other work on the machine must not choose.
+        if kind:
+            model.set_experts_implementation(kind)
+        start = time.perf_counter()
+        gradients(model, forms[form], args.dtype)
+        times[form, kind] = min(times[form, kind], time.perf_counter() - start)
     form, kind = min(times, key=lambda key: times[key])
     if kind:
         model.set_experts_implementation(kind)
@@ -324,6 +331,10 @@ class Side:
     def seconds(self) -> float:
         return statistics.median(result["seconds"] for result in self.results[1:])
 
+    @property
+    def fastest(self) -> float:
+        return min(result["seconds"] for result in self.results[1:])
+
 
 def compare(name: str, folder: Path, args: argparse.Namespace) -> None:
     names = ["ours"] if args.profile else ["ours", "transformers"]
@@ -345,7 +356,8 @@ def compare(name: str, folder: Path, args: argparse.Namespace) -> None:
             f"  {side.name:>12}: {side.tokens / side.seconds:7.0f} tokens/s, {side.seconds:.2f} s a step of {side.tokens} tokens, "
             f"peak memory {side.results[-1]['peak_gb']:.2f} GB; {side.about}"
         )
-    print(f"  {name}, {args.dtype}, {args.threads} threads: ratio {sides[1].seconds / sides[0].seconds:.2f}")
+    ratio, fastest = sides[1].seconds / sides[0].seconds, sides[1].fastest / sides[0].fastest
+    print(f"  {name}, {args.dtype}, {args.threads} threads: ratio {ratio:.2f}, of the fastest steps {fastest:.2f}")
     check([side.results for side in sides], 1e-4 if args.dtype == "fp32" else 2e-2)
 
 

@@ -56,12 +56,20 @@ def _enter(stack: ExitStack) -> None:
     moe_utils = sys.modules["megatron.core.transformer.moe.moe_utils"]
     for module in (dispatcher, moe_utils):
         _replace(stack, module, "maybe_move_tensor_to_cpu", _to_host)
-    from areal_mega.megatron import kernels, uneven
+    from areal_mega.megatron import alone, kernels, uneven
     from areal_mega.megatron.rotary import apply_rotary
 
     mappings = sys.modules["megatron.core.tensor_parallel.mappings"]
     _replace(stack, mappings, "_gather_along_first_dim", uneven.gather(vars(mappings)["_gather_along_first_dim"]))
     _replace(stack, mappings, "_reduce_scatter_along_first_dim", uneven.reduce_scatter(vars(mappings)["_reduce_scatter_along_first_dim"]))
+
+    buffers = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
+    for owner, name, leave_out in (
+        (buffers, "dist_all_gather_func", alone.collective),
+        (buffers, "dist_reduce_scatter_func", alone.collective),
+        (dispatcher, "sort_chunks_by_idxs", alone.sort_chunks),
+    ):
+        _replace(stack, owner, name, leave_out(vars(owner)[name]))
 
     layers = sys.modules["megatron.core.tensor_parallel.layers"]
     _replace(stack, layers, "fused_weight_gradient_mlp_cuda", kernels.WeightGradients("weight_gradients"))

@@ -78,9 +78,8 @@ class Optimizer:
         return StepOutcome(norm, skipped=False)
 
     def _clip(self, norm: float) -> None:
-        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
         for optimizer in self.megatron.chained_optimizers:
             limit = optimizer.config.clip_grad
             if limit > 0 and norm > limit and not optimizer.is_stub_optimizer:
-                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=limit, total_norm=norm)
+                # In place: Megatron-Core's own, without apex, writes a scaled copy of each gradient and copies it back.
+                torch._foreach_mul_([p.grad for p in optimizer.get_parameters() if p.grad is not None], limit / (norm + 1e-6))
