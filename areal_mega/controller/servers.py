@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from areal_mega.controller.calls import gather_all
 from areal_mega.controller.rollout import RolloutController
 from areal_mega.controller.sync import WeightSync
 from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError, WorkerDied
@@ -117,11 +118,12 @@ class ServerKeeper:
             self._launcher.survive(self._keys)
 
     async def settled(self) -> None:
-        """Wait until the death of everybody that was killed has been seen: nobody is sent weights that is about to die.
+        """Call before a sync: who takes part answers, and nobody is about to die. A hang within a sync would end the run.
 
         Raises:
-            RunFailed: one does not die.
+            RunFailed: one that was killed does not die.
         """
+        await gather_all(self._ask(rank, time.monotonic()) for rank in self._sync.members)
         end = time.monotonic() + _KILL_S
         while self._killed:
             if time.monotonic() > end:
@@ -186,13 +188,14 @@ class ServerKeeper:
     # Who is broken. While weights are under way nobody is judged: the sync has a deadline of its own.
 
     async def _check(self, rank: int) -> None:
-        """Ask a server for its version again and again; kill it when it gives no answer, or an old one."""
-        heard = time.monotonic()
+        """Ask a server again and again."""
         while True:
             await asyncio.sleep(min(_PAUSE_S, self._health_s / _CHECKS))
-            if self._syncing or self._is_down(rank):
-                heard = time.monotonic()
-                continue
+            await self._ask(rank, time.monotonic())
+
+    async def _ask(self, rank: int, since: float) -> None:
+        """Ask a server for its version until it answers; kill it when it gives no answer, or an old one."""
+        while not (self._syncing or self._is_down(rank)):
             confirmed, last = self._sync.acknowledged(rank), "nothing came back"
             try:
                 async with asyncio.timeout(self._health_s):
@@ -202,13 +205,14 @@ class ServerKeeper:
             except TimeoutError:
                 pass
             else:
-                heard = time.monotonic()
                 if version < confirmed:
                     await self._kill(rank, f"reports weight version {version} although it had confirmed version {confirmed}")
-                continue
-            if time.monotonic() - heard >= self._health_s:
+                return
+            if time.monotonic() - since >= self._health_s:
                 limit = f"launch.server_health_timeout_s={self._health_s:g} s"
                 await self._kill(rank, f"did not answer a health check within {limit}; last: {last}")
+                return
+            await asyncio.sleep(_POLL_S)
 
     async def _end_faulty(self) -> None:
         """A run that starts nobody again keeps such a server: its prompts are tried elsewhere, and end the run if that does not help."""

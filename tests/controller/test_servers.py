@@ -245,3 +245,12 @@ async def test_nobody_is_judged_while_weights_are_under_way_nor_sent_weights_whi
     await asyncio.wait_for(world.keeper.settled(), 30)
     assert ("lose", 0) in world.events
     await ended(watch)
+
+
+async def test_one_that_hangs_takes_no_part_in_the_next_sync() -> None:
+    world = World(restarts=1, health_s=0.5)
+    watch = asyncio.create_task(world.keeper.watch())
+    world.silent.add(1)
+    await asyncio.wait_for(world.keeper.settled(), 30)
+    assert world.members == [0] and world.events.count(("kill", 1)) == 1
+    await ended(watch)

@@ -56,3 +56,29 @@ def test_a_server_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
         run = running.finish(timeout_s=60.0)
         running.until_gone(10.0)
     assert run.code == 1 and run.err.startswith("error: server rank 0 died: killed by SIGKILL"), run.explain()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_that_hangs_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    """A stopped process still accepts connections, and answers none. Without it the other generates, and the last sync goes to that one."""
+    steps = 24
+    changes = {
+        "run": {"steps": steps},
+        "rollout": {"strategy": "embedded:d2"},
+        "sync": {"every_steps": 1000},
+        "eval": {"at_start": False},
+        "launch": {"server_health_timeout_s": 10.0},
+    }
+    with started(tmp_path, changes) as running:
+        running.until_step(2)
+        os.kill(running.worker("server"), signal.SIGSTOP)
+        run = running.finish()
+        running.until_gone(10.0)
+    assert run.code == 0, run.explain()
+    assert re.search(
+        r"server rank 0 died: killed, for it did not answer a health check within launch.server_health_timeout_s=10 s;", run.out
+    )
+    assert [record["step"] for record in run.steps] == list(range(steps + 1))
+    assert all(record["metrics"]["batch/groups"] == 4 for record in run.steps[1:])
+    assert run.metrics[-1]["rollout/failed"] == 0

@@ -78,7 +78,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault", OUTCOMES)
 async def test_fault(world: World, fault: str, phase: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = OUTCOMES[fault][PHASES.index(phase)]
-    async with asyncio.timeout(CELL_S), world.run(health_s=4.0 if fault == "hangs" else 60.0) as run:
+    async with asyncio.timeout(CELL_S), world.run(health_s=3.0 if fault == "hangs" else 60.0) as run:
         if expected == ENDS:
             with pytest.raises((RunFailed, DeadlineExceeded, ServerFault), match=ENDINGS[fault]):
                 await scene(world, run, fault, phase)

@@ -102,6 +102,21 @@ async def test_only_the_end_of_a_long_log_is_shown(launcher: LocalLauncher) -> N
     assert len(lines) == 20 and lines[0] == "line 99981" and lines[-1] == "\ufffd end"
 
 
+async def test_a_process_that_is_killed_on_purpose_has_died_like_any_other(launcher: LocalLauncher) -> None:
+    key = ("server", 0)
+    launcher.survive([key])
+    launcher.start([spec(SLEEP, *key)])
+    os.kill(launcher.pid(*key), signal.SIGSTOP)
+    await launcher.kill(key)
+    losses: list[tuple[tuple[str, int], Exception]] = []
+    async with asyncio.timeout(60):
+        while not losses:
+            losses = launcher.losses()
+            await asyncio.sleep(0.02)
+    assert losses[0][0] == key and "killed by SIGKILL" in str(losses[0][1])
+    await launcher.kill(key)  # it has ended already
+
+
 async def test_kill_9_during_a_call_tells_who_died(launcher: LocalLauncher, run_dir: RunDir) -> None:
     launcher.start([spec(SERVE, "train", rank, run_dir) for rank in range(2)])
     found = await launcher.wait_ready([("train", 0), ("train", 1)])

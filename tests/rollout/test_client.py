@@ -181,6 +181,13 @@ FAULTS: dict[str, tuple[Answer, str]] = {
     "unknown end": (always(one([5], "tired")), "ended with 'tired'"),
     "spans with a gap": (always(one([5, 6], spans=[{"version": "3", "start": 1, "end": 2}])), "leave a gap at token 0"),
     "spans too short": (always(one([5, 6], spans=[{"version": "3", "start": 0, "end": 1}])), "cover 1 of 2 tokens"),
+    "a version that goes back": (
+        always(one([5, 6], spans=[{"version": "3", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}])),
+        "weight version 2 after tokens of version 3",
+    ),
+    "log-probabilities that are no list": (always(one([5], output_token_logprobs=None)), "what cannot be read"),
+    "log-probabilities that are no numbers": (always(one([5], output_token_logprobs=[["low", 5, None]])), "what cannot be read"),
+    "spans of another kind": (always(one([5], spans=["3"])), "what cannot be read"),
     "version without number": (always(one([5], version="new")), "weight version 'new' is not a number"),
 }
 
