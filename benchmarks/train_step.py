@@ -136,7 +136,8 @@ def serve(args: argparse.Namespace) -> None:
         out.write(json.dumps(result) + "\n")
 
 
-def ours(args: argparse.Namespace) -> tuple[Step, int, str]:
+def make_engine(args: argparse.Namespace) -> Any:
+    """Our engine, alone in its process group."""
     from areal_mega.megatron.platform import detect
 
     platform = detect("cpu")
@@ -145,13 +146,11 @@ def ours(args: argparse.Namespace) -> tuple[Step, int, str]:
     import torch
     import torch.distributed as dist
 
-    from areal_mega.algorithms.supervised import sft_loss
     from areal_mega.config.schema import ModelSection, OptimizerSection, RouterSection, TrainSection
-    from areal_mega.parallel.balance import plan_microbatches
 
     torch.set_num_threads(args.threads)
     platform.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout_s=60)
-    engine = MegatronEngine(
+    return MegatronEngine(
         model=ModelSection(path=str(args.folder), dtype=args.dtype),
         train=TrainSection(strategy="megatron:d1", microbatch_tokens=args.microbatch_tokens, optimizer=OptimizerSection(**ADAM)),
         router=RouterSection(),
@@ -161,6 +160,17 @@ def ours(args: argparse.Namespace) -> tuple[Step, int, str]:
         model_path=str(args.folder),
         platform=platform,
     )
+
+
+def ours(args: argparse.Namespace) -> tuple[Step, int, str]:
+    return engine_step(make_engine(args), args)
+
+
+def engine_step(engine: Any, args: argparse.Namespace) -> tuple[Step, int, str]:
+    """One supervised step of ``engine`` on the samples."""
+    from areal_mega.algorithms.supervised import sft_loss
+    from areal_mega.parallel.balance import plan_microbatches
+
     rows = make_samples(args, engine.hf_config["vocab_size"])
     (plan,) = plan_microbatches([len(row["input_ids"]) for row in rows], ranks=1, max_tokens=args.microbatch_tokens)
 

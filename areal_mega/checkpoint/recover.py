@@ -52,7 +52,7 @@ class States(Protocol):
         """Whether this rank and ``rank`` together hold the parameter's state (a rank does with itself)."""
 
     def whole(self, name: str, kind: str, dst: int) -> Tensor | None:
-        """The local shard's ``kind`` in fp32 on rank ``dst``. Collective over the ranks that hold it together."""
+        """The local shard's ``kind`` in fp32 on rank ``dst``, perhaps live memory. Collective over the ranks that hold it together."""
 
     def fill(self, name: str, kind: str, whole: Tensor) -> None:
         """Take ``kind`` of the local shard from an fp32 tensor of its shape."""
@@ -65,6 +65,7 @@ class RecoverSave:
         states: this rank's values.
         place: folder on storage that all ranks share.
         source: HuggingFace folder whose config, tokenizer and chat template are copied.
+        buffers: kept from one save to the next: new memory costs more than the copying.
 
     Raises:
         UserError: ``place`` is taken, cannot be written, or has not enough free space (on every rank).
@@ -81,6 +82,7 @@ class RecoverSave:
         rank: int,
         source: str,
         device: torch.device,
+        buffers: dict[tuple[str, str], Tensor],
         naming: Naming = LOCAL,
     ) -> None:
         clock = time.perf_counter()
@@ -103,7 +105,8 @@ class RecoverSave:
             for kind in KINDS:
                 whole = states.whole(name, kind, writer)
                 if whole is not None:
-                    self._copies.append((kind, shard, whole.to("cpu", copy=True)))
+                    copy = buffers.setdefault((name, kind), torch.empty(whole.shape))
+                    self._copies.append((kind, shard, copy.copy_(whole)))
         self.nbytes = sum(copy.nbytes for _, _, copy in self._copies)
         self._error: Exception | None = None
         self.write_s = 0.0

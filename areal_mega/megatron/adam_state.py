@@ -47,8 +47,11 @@ class ParamState:
         return torch.zeros(self.end - self.start, device=self.param.device) if moment is None else moment.detach().float().reshape(-1)
 
     def whole(self, kind: str, dst: int) -> Tensor | None:
-        """All of ``kind`` in the parameter's shape on global rank ``dst``, None elsewhere. Collective over ``group``."""
-        if self.group is None:
+        """All of ``kind`` in the parameter's shape on global rank ``dst``, None elsewhere. Collective over ``group``.
+
+        May be the optimizer's own memory.
+        """
+        if self.group is None or dist.get_world_size(self.group) == 1:
             return self.local(kind).reshape(self.param.shape)
         # Zeros and one rank's values add up exactly.
         flat = torch.zeros(self.param.numel(), device=self.param.device)

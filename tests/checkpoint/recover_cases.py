@@ -35,7 +35,7 @@ def save_and_go_on(
     engine = cases.make_engine(rank, folder, strategy, dtype=dtype, optimizer=optimizer, router={"expert_bias_update_rate": 0.0})
     _steps(engine, 2)
     states = EngineStates(engine)
-    saving = RecoverSave(states, Path(place), source=folder, device=engine.platform.device, **_about(engine))
+    saving = RecoverSave(states, Path(place), source=folder, device=engine.platform.device, buffers={}, **_about(engine))
     at_save, digest, counters = _weights(engine), states.digest(), states.counters()
     norms = _steps(engine, 2)  # while the thread writes: what it writes is a copy
     deadline = time.monotonic() + 60

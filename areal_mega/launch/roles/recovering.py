@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from areal_mega.checkpoint.recover import RecoverSave, load_recovered
 from areal_mega.megatron.engine import MegatronEngine
 from areal_mega.megatron.recover_state import EngineStates
@@ -16,6 +18,7 @@ class Recovering:
     def __init__(self, engine: MegatronEngine) -> None:
         self._engine = engine
         self._saving: RecoverSave | None = None
+        self._buffers: dict[tuple[str, str], Tensor] = {}
         self._counters: dict[str, Any] = {}
 
     def recover_begin(self, place: str) -> dict[str, Any]:
@@ -31,6 +34,7 @@ class Recovering:
             rank=engine.rank,
             source=engine.model_path,
             device=engine.platform.device,
+            buffers=self._buffers,
             naming=engine.naming,
         )
         return {"nbytes": self._saving.nbytes, "counters": states.counters()}
