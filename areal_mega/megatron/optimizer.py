@@ -82,4 +82,6 @@ class Optimizer:
             limit = optimizer.config.clip_grad
             if limit > 0 and norm > limit and not optimizer.is_stub_optimizer:
                 # In place: Megatron-Core's own, without apex, writes a scaled copy of each gradient and copies it back.
-                torch._foreach_mul_([p.grad for p in optimizer.get_parameters() if p.grad is not None], limit / (norm + 1e-6))
+                gradients = [p.grad for p in optimizer.get_parameters() if p.grad is not None]
+                if gradients:  # a rank may own none of a small model's parameters
+                    torch._foreach_mul_(gradients, limit / (norm + 1e-6))
