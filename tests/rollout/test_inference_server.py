@@ -225,7 +225,7 @@ async def test_an_update_in_mid_request(peer: Peer, client: InferenceClient, tra
     for attempt in range(12):  # until a pause falls into the middle of a request
         version, old, new = attempt + 1, models[attempt % 2], models[(attempt + 1) % 2]
         tasks = [asyncio.create_task(client.generate([ask(budget, routed_experts=True), ask(budget // 2)]))]
-        await asyncio.sleep(0.3 if peer.is_sglang else 0.05 * (attempt + 1))
+        await asyncio.sleep(0.05 * (attempt + 1))  # a fast server is caught by the first tries, a slow one by any
         await client.pause(mode)
         waiting = asyncio.create_task(client.generate([ask(3)]))
         await trainer.send(new, version, flush_cache=mode != "in_place")
