@@ -94,8 +94,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layers that do not divide": (
         {"train": {"strategy": "megatron:d1p4"}},
-        "train.strategy megatron:d1p4: the model has 2 layers, which do not divide by pipeline parallelism 4; "
-        "pipeline parallelism of 1, 2 would",
+        "train.strategy megatron:d1p4: the model has 2 layers, which do not divide by pipeline parallelism 4: 2/4 is not a whole number; "
+        "use pipeline parallelism of 1 or 2",
     ),
     "heads that do not divide": ({"train": {"strategy": "megatron:d1t3"}}, "4 attention heads do not split over 3 ranks"),
     "ranks that do not divide": ({"train": {"strategy": "megatron:d2e4"}}, "2/4 is not a whole number; legal: "),
