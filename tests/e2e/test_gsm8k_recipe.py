@@ -22,6 +22,7 @@ def test_the_gsm8k_recipe_runs_on_a_cpu(tmp_path: Path) -> None:
         f"data.train.path={questions}",
         f"data.valid.path={questions}",
         "rollout.max_new_tokens=32",
+        "data.max_prompt_tokens=480",  # with the answer, what the tiny model takes
         # Only the last answer of a run of random text is ever right, so the format is what rewards can differ in.
         "reward.kwargs={format_reward: 0.1}",
         "observe.console=plain",
