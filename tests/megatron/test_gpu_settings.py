@@ -68,9 +68,24 @@ def test_fp8_pads_micro_batches(recipe: str, multiple: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_what_reaches_megatron_core(family: str) -> None:
+def test_what_reaches_megatron_core(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with detect("cpu").importing():
+        from megatron.core.models.common.embeddings import rope_utils
+        from megatron.core.transformer import transformer_config as core
+        from megatron.core.transformer.moe import moe_utils
+
         from areal_mega.megatron.model import transformer_config
+    # Megatron-Core looks for Transformer Engine itself, which this machine lacks.
+    monkeypatch.setattr(core, "is_te_min_version", lambda version: True)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", lambda *_: None)
+    for name in (
+        "fused_permute",
+        "fused_permute_with_probs",
+        "fused_sort_chunks_by_index",
+        "fused_sort_chunks_by_index_with_probs",
+        "fused_unpermute",
+    ):
+        monkeypatch.setattr(moe_utils, name, lambda *_: None)
     hf = tiny_config(family).to_dict()
     config = transformer_config(family_for(hf), hf, parse("megatron:d1"), TrainSection(**FP8), RouterSection(), torch.bfloat16, gpu())
     assert (config.fp8, config.fp8_recipe, config.bf16) == ("hybrid", "delayed", True)
