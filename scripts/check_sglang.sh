@@ -3,33 +3,8 @@
 # Sets its environment up from package registries (.tools/sglang unless --env), runs the client's suite on a server of a tiny model, then a
 # short GRPO run on SGLang and on the embedded server from the same start, and one whose server is killed. --keep leaves the runs in runs/check_sglang.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-keep=no
-env="$PWD/.tools/sglang"
-while (($#)); do
-    case "$1" in
-        --keep) keep=yes ;;
-        --env)
-            env="$(realpath -m "${2:?--env needs a folder}")"
-            shift
-            ;;
-        *)
-            echo "usage: check_sglang.sh [--keep] [--env DIR]" >&2
-            exit 2
-            ;;
-    esac
-    shift
-done
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
-
-bash scripts/setup.sh
-bash scripts/sglang/setup.sh "$env"
-
-root="runs/check_sglang"
-rm -rf "$root"
-mkdir -p "$root"
-[[ "$keep" == yes ]] || trap 'rm -rf "$root"' EXIT
+engine=sglang
+source "$(dirname "${BASH_SOURCE[0]}")/server_env.sh"
 
 echo "== client, sync, pauses, aborts, log-probabilities, routed experts"
 AREAL_MEGA_SGLANG_ENV="$env" timeout 1500 .venv/bin/python -m pytest -q --timeout 900 -k '[sglang' tests/rollout/test_inference_server.py

@@ -3,33 +3,8 @@
 # Sets its environment up from package registries (.tools/vllm unless --env), runs the client's suite on servers of three tiny models, then
 # two short GRPO runs with two train ranks. --keep leaves the runs in runs/check_vllm.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-keep=no
-env="$PWD/.tools/vllm"
-while (($#)); do
-    case "$1" in
-        --keep) keep=yes ;;
-        --env)
-            env="$(realpath -m "${2:?--env needs a folder}")"
-            shift
-            ;;
-        *)
-            echo "usage: check_vllm.sh [--keep] [--env DIR]" >&2
-            exit 2
-            ;;
-    esac
-    shift
-done
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
-
-bash scripts/setup.sh
-bash scripts/vllm/setup.sh "$env"
-
-root="runs/check_vllm"
-rm -rf "$root"
-mkdir -p "$root"
-[[ "$keep" == yes ]] || trap 'rm -rf "$root"' EXIT
+engine=vllm
+source "$(dirname "${BASH_SOURCE[0]}")/server_env.sh"
 
 echo "== client, log-probabilities, pauses, aborts, weights of a tied, an untied and a sparse model"
 AREAL_MEGA_VLLM_ENV="$env" timeout 3000 .venv/bin/python -m pytest -q --timeout 900 -k '[vllm' tests/rollout/test_vllm_server.py

@@ -199,7 +199,9 @@ def _slurm() -> Finding:
     if missing:
         return Finding("Slurm", "broken", f"{', '.join(found)} found, but not {', '.join(missing)}", "the local launcher")
     done = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
-    return Finding("Slurm", "ok", done.stdout.strip() or "unknown version", "the local launcher, inside one allocation")
+    return Finding(
+        "Slurm", "ok", done.stdout.strip() or "unknown version", "areal-mega launch --on slurm; areal-mega train uses this machine alone"
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -69,5 +69,7 @@ def task(
         with agent_beside(["slurm", "task", str(recipe), *(overrides or ()), "--agent"]):
             run(resolved, SlurmTasks(resolved.recipe, tasks))
     except Stopped as stopped:
+        if not resolved.recipe.launch.slurm.requeue:
+            raise
         typer.echo(f"{stopped}; back into the queue")
         requeue_all(tasks)

@@ -71,6 +71,8 @@ class Trainer:
         self._given = {"train": train_dataset, "valid": valid_dataset}
         self._provenance, self._machines = provenance, machines
         self._run_dir: RunDir | None = None
+        self._run_now: Run | None = None
+        self._stop_asked = False
 
     def __enter__(self) -> Self:
         return self
@@ -141,6 +143,7 @@ class Trainer:
         recipe = cluster.recipe
         why = "interrupted"
         try:
+            self._stop_on_signal(observer)
             for restarts_left in range(recipe.launch.restarts, -1, -1):
                 stream = PromptStream(rows, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
                 try:
@@ -170,9 +173,9 @@ class Trainer:
     ) -> dict[str, Any]:
         assert self._run_dir is not None
         async with cluster.running(self._run_dir, stream, prompts, observer, resumed) as run:
-            with _stopping_on_signal(run, observer):
-                loop = overlapped_loop if run.recipe.run.overlap else plain_loop
-                await cluster.supervise(loop(run))
+            self._run_now, run.stop_asked = run, self._stop_asked
+            loop = overlapped_loop if run.recipe.run.overlap else plain_loop
+            await cluster.supervise(loop(run))
         return {
             "run_dir": self._run_dir.path,
             "steps": run.recipe.run.steps,
@@ -180,6 +183,18 @@ class Trainer:
             "last_eval": run.last_eval,
             "export": run.export_path,
         }
+
+    def _stop_on_signal(self, observer: Observer) -> None:
+        """SIGUSR1, which a cluster sends before it ends a job: save after the step under way, and end. Only where signals can be had."""
+
+        def ask() -> None:
+            self._stop_asked = True
+            if self._run_now is not None:
+                self._run_now.stop_asked = True
+            observer.note("SIGUSR1: saving and ending after the step under way")
+
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, ask)  # removed when the loop is closed
 
 
 def rewind(recipe: Recipe, run_dir: Path) -> RecoverPoint | None:
@@ -193,25 +208,6 @@ def rewind(recipe: Recipe, run_dir: Path) -> RecoverPoint | None:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
-
-
-@contextmanager
-def _stopping_on_signal(run: Run, observer: Observer) -> Iterator[None]:
-    """SIGUSR1, which a cluster sends before it ends a job: save after the step under way, and end. Only where signals can be had."""
-
-    def ask() -> None:
-        run.stop_asked = True
-        observer.note("SIGUSR1: saving and ending after the step under way")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGUSR1, ask)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGUSR1)
 
 
 @contextmanager

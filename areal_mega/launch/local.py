@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from areal_mega.core.errors import DeadlineExceeded, UserError, WorkerDied
-from areal_mega.launch import processes
+from areal_mega.core.errors import UserError
+from areal_mega.launch import processes, watching
 from areal_mega.launch.rundir import Key, RunDir
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,6 @@ _HERE = Path(__file__).parent
 _POLL_S = 0.05
 _SETTLE_S = 2.0
 """How long to look for a death behind a failed call: sockets of a killed process close a little before its exit can be seen."""
-_CLEANUP_S = 10.0
-"""How long cancelled work may take to clean up (resume generation, close connections) before it is left to itself."""
-_TAIL_LINES, _TAIL_BYTES = 20, 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +69,6 @@ class LocalLauncher:
         self._revivable: frozenset[Key] = frozenset()
         self._told: set[int] = set()
         """Which of the deaths ``losses`` has told of."""
-        self._expected: set[Key] = set()
         self._stopping = False
         self._guard: subprocess.Popen[bytes] | None = None
         # epoll hands over the ready ones in the order in which they became ready: the first death is the cause, later ones follow from it.
@@ -103,7 +99,6 @@ class LocalLauncher:
         for spec in batch:
             child = self._spawner.submit(self._spawn, spec).result()
             self._children[spec.key] = child
-            self._expected.discard(spec.key)
             self._tell_guard(f"+{child.pid}")
             pidfd = os.pidfd_open(child.pid)
             self._pidfds[pidfd] = spec.key
@@ -117,10 +112,6 @@ class LocalLauncher:
         """``start``, as every launcher has it."""
         self.start(specs)
 
-    def expect_exit(self, keys: Iterable[Key]) -> None:
-        """From now on these may end by themselves."""
-        self._expected.update(keys)
-
     def survive(self, keys: Iterable[Key]) -> None:
         """From now on the unexpected end of these (alone) does not end the run: ``losses`` tells of it."""
         self._revivable = frozenset(keys)
@@ -129,7 +120,7 @@ class LocalLauncher:
         """Whom of those the run survives it has lost since the last call, and what ``watch`` would have raised."""
         self._collect(0.0)
         found = [(number, key, code) for number, (key, code) in enumerate(self._deaths) if key in self._revivable]
-        new = [(key, self._death(key, code)) for number, key, code in found if number not in self._told]
+        new = [(key, watching.death_of(self._run_dir, key, code)) for number, key, code in found if number not in self._told]
         self._told.update(number for number, _, _ in found)
         return new
 
@@ -138,16 +129,6 @@ class LocalLauncher:
         self._collect(0.0)
         found, self._reported = self._deaths[self._reported :], len(self._deaths)
         return found
-
-    def end(self, key: Key) -> None:
-        """End one process, which was meant to go on. Blocks for as long as ``stop`` may."""
-        self.expect_exit([key])
-        child = self._children[key]
-        if child.returncode is None:
-            processes.send([child.pid], signal.SIGTERM)
-            self._wait_exits(self._shutdown_timeout_s, only=key)
-            processes.kill_members({child.pid} if child.returncode is None else set())
-            self._wait_exits(5.0, only=key)
 
     async def kill(self, key: Key) -> None:
         """End one process at once, as a death like any other: ``losses`` or ``watch`` tells of it. Nothing where it has ended already."""
@@ -170,14 +151,7 @@ class LocalLauncher:
             WorkerDied, UserError: as ``watch``, for any process of the run.
             DeadlineExceeded: names who is missing, their logs, and the logs' last lines.
         """
-        wanted = tuple(keys)
-        deadline = time.monotonic() + self._startup_timeout_s
-        while len(found := self._run_dir.announced(wanted)) < len(wanted):
-            self._raise_death()
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(self._describe_missing([key for key in wanted if key not in found]))
-            await asyncio.sleep(_POLL_S)
-        return found
+        return await watching.wait_ready(self._run_dir, keys, self._startup_timeout_s, self._raise_death)
 
     async def watch(self) -> NoReturn:
         """Wait for the first process to end unexpectedly.
@@ -191,25 +165,12 @@ class LocalLauncher:
             await asyncio.sleep(_POLL_S)
 
     async def supervise[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` while watching; the death of a process cancels it.
-
-        A call that fails because its peer died fails a moment before the death itself can be seen, and a rank that lost its neighbour
-        reports a broken connection: the death is the better story, so it is looked for before such a failure is raised.
+        """Run ``work`` while watching; the death of a process cancels it (see ``watching.supervise``).
 
         Raises:
             WorkerDied, UserError: as ``watch``; otherwise whatever ``work`` raises.
         """
-        task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
-        try:
-            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            error = task.exception() if task.done() and not task.cancelled() else None
-            if error is not None and not isinstance(error, UserError):
-                await asyncio.wait({watcher}, timeout=_SETTLE_S)
-            if watcher.done() and (error is not None or not task.done()):
-                raise watcher.exception() or AssertionError("watch never returns") from error
-            return await task
-        finally:
-            await _cancel(task, watcher)
+        return await watching.supervise(work, self.watch(), _SETTLE_S)
 
     def stop(self) -> None:
         """End everything, descendants included. Idempotent. A second Ctrl-C meanwhile skips the waiting, not the killing."""
@@ -256,45 +217,22 @@ class LocalLauncher:
             processes.kill_members({child.pid}, timeout_s=1.0)
             self._tell_guard(f"-{child.pid}")
             code = child.wait()
-            if key not in self._expected and not self._stopping:
+            if not self._stopping:
                 self._deaths.append((key, code))
 
-    def _wait_exits(self, timeout_s: float, only: Key | None = None) -> list[Key]:
-        """Wait until all (or one) have ended; returns those that have not."""
+    def _wait_exits(self, timeout_s: float) -> list[Key]:
+        """Wait until all have ended; returns those that have not."""
         deadline = time.monotonic() + timeout_s
-        while (alive := self._alive(only)) and (left := deadline - time.monotonic()) > 0:
+        while self._pidfds and (left := deadline - time.monotonic()) > 0:
             self._collect(min(left, 0.2))  # in slices, so that a Ctrl-C that another thread received is seen soon
-        return alive
-
-    def _alive(self, only: Key | None) -> list[Key]:
-        return sorted(key for key in list(self._pidfds.values()) if only is None or key == only)
+        return sorted(self._pidfds.values())
 
     def _raise_death(self) -> None:
         self._collect(0.0)
         for number, (key, code) in enumerate(self._deaths):
             survived = key in self._revivable or number in self._told
-            if key not in self._expected and not survived and not self._stopping:
-                raise self._death(key, code)
-
-    def _death(self, key: Key, code: int) -> Exception:
-        role, rank = key
-        if (message := self._run_dir.user_error(role, rank)) is not None:
-            return UserError(f"{role} rank {rank}: {message}")
-        path = self._run_dir.log_path(role, rank)
-        lines = tail(path)
-        if role == "server" and code == 2 and lines:
-            # A server is a program of its own: refusing its command line or its model, it exits with 2 and says why in its last line.
-            return UserError(f"{role} rank {rank}: {lines.splitlines()[-1].removeprefix('error: ')} (log: {path})")
-        return WorkerDied(role=role, rank=rank, cause=cause_of(code), log=str(path), last_lines=lines)
-
-    def _describe_missing(self, missing: Sequence[Key]) -> str:
-        names = ", ".join(f"{role} rank {rank}" for role, rank in missing)
-        lines = [f"not ready within launch.startup_timeout_s={self._startup_timeout_s:g} s: {names}"]
-        for role, rank in missing[:3]:  # more would only bury the first
-            path = self._run_dir.log_path(role, rank)
-            lines.append(f"  {role} rank {rank}; log: {path}; its last lines:")
-            lines += [f"    {line}" for line in tail(path).splitlines()] or ["    (its log is empty)"]
-        return "\n".join(lines)
+            if not survived and not self._stopping:
+                raise watching.death_of(self._run_dir, key, code)
 
     def _start_guard(self) -> None:
         argv = [sys.executable, "-I", "-S", str(_HERE / "guard.py"), self._marker, str(os.getpid())]
@@ -318,40 +256,6 @@ class LocalLauncher:
         except subprocess.TimeoutExpired:
             self._guard.kill()
             self._guard.wait()
-
-
-async def _cancel(task: asyncio.Future[Any], watcher: asyncio.Future[Any]) -> None:
-    """End both, and say what else went wrong in ``task`` while it cleaned up."""
-    ended = task.done()
-    task.cancel()
-    watcher.cancel()
-    await asyncio.wait({task, watcher}, timeout=_CLEANUP_S)
-    for each in (task, watcher):
-        error = each.exception() if each.done() and not each.cancelled() else None
-        if error is not None and each is task and not ended:
-            log.warning("while work was cancelled: %s: %s", type(error).__name__, error)
-    if not task.done():
-        log.warning("work did not end within %g s of being cancelled", _CLEANUP_S)
-
-
-def tail(path: Path) -> str:
-    """The last lines of a log; empty where there is none yet."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return "\n".join(file.read().decode(errors="replace").rstrip().splitlines()[-_TAIL_LINES:])
-    except FileNotFoundError:
-        return ""
-
-
-def cause_of(code: int) -> str:
-    """An exit code in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal has no name
-        return f"killed by signal {-code}"
 
 
 def _check_kernel() -> None:

@@ -37,9 +37,6 @@ class Launcher(Protocol):
             WorkerDied, UserError: why; otherwise whatever ``work`` raises.
         """
 
-    def expect_exit(self, keys: Iterable[Key]) -> None:
-        """From now on these may end by themselves."""
-
     def survive(self, keys: Iterable[Key]) -> None:
         """From now on the unexpected end of these (alone) does not end the run: ``losses`` tells of it."""
 

@@ -46,7 +46,7 @@ async def test_the_specs_environment_and_cores_reach_the_process_and_its_childre
     code = "import os, subprocess, sys; print('see', os.environ['SHADE'], sorted(os.sched_getaffinity(0)), flush=True)\n"
     code += "if len(sys.argv) == 1: subprocess.run([sys.executable, '-c', sys.orig_argv[2], 'last'])"
     launcher.start([replace(spec(code), env={"SHADE": "blue"}, cpus=(core,))])
-    launcher.expect_exit([("train", 0)])
+    launcher.survive([("train", 0)])
     await asyncio.to_thread(until, lambda: launcher.exit_code("train", 0) is not None, "exit")
     assert run_dir.log_path("train", 0).read_text() == f"see blue [{core}]\n" * 2
 
@@ -254,9 +254,9 @@ async def test_a_users_mistake_found_by_a_worker_is_raised_as_one(launcher: Loca
         await launcher.wait_ready([("train", 0)])
 
 
-async def test_an_expected_exit_is_no_death(launcher: LocalLauncher) -> None:
+async def test_the_death_of_one_that_is_survived_does_not_end_the_watch(launcher: LocalLauncher) -> None:
     launcher.start([spec(SLEEP, "train", 0), spec(SLEEP, "rollout", 0)])
-    launcher.expect_exit([("rollout", 0)])
+    launcher.survive([("rollout", 0)])
     os.kill(launcher.pid("rollout", 0), signal.SIGKILL)
     await asyncio.to_thread(until_gone, [launcher.pid("rollout", 0)])
     with pytest.raises(TimeoutError):
@@ -283,7 +283,7 @@ def test_stop_ends_the_stubborn_and_the_grandchildren(run_dir: RunDir) -> None:
 def test_a_dead_childs_own_children_end_with_it(run_dir: RunDir) -> None:
     with LocalLauncher(run_dir, startup_timeout_s=60.0, shutdown_timeout_s=5.0) as launcher:
         launcher.start([spec(FORK, "server", 0)])
-        launcher.expect_exit([("server", 0)])
+        launcher.survive([("server", 0)])
         inside, outside = grandchildren(run_dir.log_path("server", 0))
         os.kill(launcher.pid("server", 0), signal.SIGKILL)
         until(lambda: launcher.exit_code("server", 0), "exit")

@@ -200,7 +200,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, slurm: SlurmLab | None
     return trained(run)
 
 
-@pytest.mark.parametrize("what", ["requeue rollout", "requeue controller", "crash", "signal"])
+@pytest.mark.parametrize("what", ["requeue rollout", "requeue controller", "crash", "signal controller", "signal rollout"])
 def test_an_interrupted_run_goes_on_with_the_same_prompts(
     tmp_path: Path, runs: list[Submitted], slurm: SlurmLab | None, undisturbed: list[tuple[int, list[Any]]], what: str
 ) -> None:
@@ -216,10 +216,12 @@ def test_an_interrupted_run_goes_on_with_the_same_prompts(
         slurm.crash(node)
         time.sleep(2.0)
         slurm.boot(node)
-    elif what == "signal":
-        Slurm._run(["scancel", "--batch", "--signal=USR1", f"{job}_0"])
     else:
-        Slurm().requeue(f"{job}_{1 if what == 'requeue rollout' else 0}")
+        task = f"{job}_{1 if what.endswith('rollout') else 0}"
+        if what.startswith("signal"):
+            Slurm._run(["scancel", "--batch", "--signal=USR1", task])
+        else:
+            Slurm().requeue(task)
     states = run.until_ended()
     assert [task.state for task in states] == ["COMPLETED"] * 2, run.explain()
     assert trained(run) == undisturbed, run.explain()

@@ -4,7 +4,7 @@ It outlives attempts: when the controller begins a new one, what is left of the 
 a task may die and come back at any moment; the controller sees another incarnation and starts what belongs there again.
 
     events are numbered; ``events(seen, wait_s)`` returns those beyond ``seen``, and is the controller's sign of life as well:
-      {"kind": "died", "role", "rank", "cause", "user_error"}    a process ended that should not have
+      {"kind": "died", "role", "rank", "code"}    a process ended that should not have
       {"kind": "leaving", "why"}                                 the task is about to end: preemption, requeue, cancellation
       {"kind": "limit", "why"}                                   the task's time limit is near
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 from areal_mega.config.schema import Recipe
 from areal_mega.core.errors import RunFailed, UserError
-from areal_mega.launch.local import LocalLauncher, ProcessSpec, cause_of
+from areal_mega.launch.local import LocalLauncher, ProcessSpec
 from areal_mega.launch.rundir import RunDir
 from areal_mega.launch.slurm.jobs import Slurm
 from areal_mega.launch.slurm.meeting import ArrayTask, Meeting, Presence, new_incarnation
@@ -55,10 +55,8 @@ class Agent:
         self._token, self._incarnation = token, new_incarnation()
         self._server = RpcServer(token, f"agent of task {task.task}")
         self._launcher: LocalLauncher | None = None
-        self._run_dir: RunDir | None = None
         self._events: list[dict[str, Any]] = []
         self._news = asyncio.Event()
-        self._told = 0
         self._heard = time.monotonic()
         self._leave = asyncio.Event()
         self._ending = False
@@ -70,7 +68,6 @@ class Agent:
             self.ports,
             self.events,
             self.end,
-            self.stop_process,
             self.kill_process,
             self.leave,
         ):
@@ -117,12 +114,11 @@ class Agent:
         """A new attempt: end what is left of the last one, and start processes for this one from now on."""
         self._heard = time.monotonic()
         await self._end_processes()
-        self._run_dir = RunDir.open(Path(run_dir), attempt)
         launch = self._recipe.launch
         self._launcher = LocalLauncher(
-            self._run_dir, startup_timeout_s=launch.startup_timeout_s, shutdown_timeout_s=launch.shutdown_timeout_s
+            RunDir.open(Path(run_dir), attempt), startup_timeout_s=launch.startup_timeout_s, shutdown_timeout_s=launch.shutdown_timeout_s
         )
-        self._events, self._told = [], 0
+        self._events = []
 
     async def start(self, specs: Sequence[Mapping[str, Any]]) -> None:
         """Start processes: ``role``, ``rank``, ``argv``, ``env``, ``cpus`` each."""
@@ -148,14 +144,7 @@ class Agent:
             except TimeoutError:
                 break
         self._heard = time.monotonic()
-        self._told = max(self._told, len(self._events))
         return self._events[seen:]
-
-    async def stop_process(self, role: str, rank: int) -> None:
-        """End one process; its end is expected."""
-        self._heard = time.monotonic()
-        assert self._launcher is not None, "stop before begin"
-        await asyncio.to_thread(self._launcher.end, (role, rank))
 
     async def kill_process(self, role: str, rank: int) -> None:
         """End one process at once; its end is an event like any other's."""
@@ -198,20 +187,18 @@ class Agent:
             return
         try:
             states = await asyncio.to_thread(slurm.tasks, [self._task.meeting]) if self._task.meeting.isdigit() else []
-        except RunFailed as error:
-            log.warning("%s", error)  # a Slurm controller that is away for a while is no reason to end
+        except (RunFailed, UserError) as error:
+            log.warning("%s", error)  # a slurmctld that is away for a while, or a node without squeue, is no reason to end
             return
         for state in states:
             if state.index == 0 and state.ended:
                 raise RunFailed(f"the run's controller is over ({state}); nothing is left to do here")
 
     def _collect(self) -> None:
-        if self._launcher is None or self._run_dir is None:
+        if self._launcher is None:
             return
         for (role, rank), code in self._launcher.new_deaths():
-            self._tell(
-                kind="died", role=role, rank=rank, cause=cause_of(code), code=code, user_error=self._run_dir.user_error(role, rank) or ""
-            )
+            self._tell(kind="died", role=role, rank=rank, code=code)
 
     def _tell(self, **event: Any) -> None:
         log.info("event %s", event)

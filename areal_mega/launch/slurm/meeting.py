@@ -64,7 +64,7 @@ class ArrayTask:
                 "this is not a task of a Slurm array (SLURM_ARRAY_JOB_ID, SLURM_ARRAY_TASK_ID); submit with sbatch or "
                 "`areal-mega launch RECIPE --on slurm`"
             ) from None
-        return cls(env.get(JOB_ENV, array), first_task + index, f"{array}_{index}")
+        return cls(env.get(JOB_ENV) or array, first_task + index, f"{array}_{index}")
 
 
 class Meeting:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -15,13 +16,15 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from areal_mega.config.schema import Recipe
-from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError, WorkerDied
-from areal_mega.launch.local import ProcessSpec, tail
+from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError
+from areal_mega.launch import watching
+from areal_mega.launch.local import ProcessSpec
 from areal_mega.launch.rundir import Key, RunDir
 from areal_mega.launch.slurm.jobs import Slurm, TaskState
 from areal_mega.launch.slurm.meeting import Meeting, Presence
 from areal_mega.launch.slurm.tasks import TaskPlan
-from areal_mega.rpc.client import PeerUnreachable, RpcClient
+from areal_mega.launch.watching import death_of
+from areal_mega.rpc.client import PeerUnreachable, RpcClient, RpcError
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,8 @@ _CALL_S = 30.0
 _EVENTS_S = 5.0
 _LOST_S = 20.0
 """An agent that cannot be reached for so long is lost, whatever Slurm says: its node may be dead before Slurm notices."""
+_SETTLE_S = 10.0
+"""How long to look for a death behind a failed call: the news comes from another machine."""
 _SAY_S = 60.0
 """How often a wait says what it waits for."""
 
@@ -82,9 +87,13 @@ class Tasks:
             await asyncio.sleep(_POLL_S)
 
     async def states(self) -> dict[int, TaskState]:
-        """Slurm's word on the tasks of the first array (and of the second, counted on from it), by number."""
+        """Slurm's word on the tasks of the first array (and of the second, counted on), by number; none while it does not answer."""
         jobs = self._meeting.jobs()
-        found = await asyncio.to_thread(self._slurm.tasks, jobs)
+        try:
+            found = await asyncio.to_thread(self._slurm.tasks, jobs)
+        except (RunFailed, UserError) as error:
+            log.warning("%s", error)  # a slurmctld that is away for a while, or a node without squeue, is no reason to end
+            return {}
         first = {job: self.plan.train_tasks * place for place, job in enumerate(jobs)}
         return {first[state.job] + state.index: state for state in found if state.job in first}
 
@@ -125,16 +134,16 @@ class RemoteLauncher:
 
     def __init__(self, run_dir: RunDir, tasks: Tasks, *, startup_timeout_s: float) -> None:
         self._run_dir, self._tasks, self._startup_timeout_s = run_dir, tasks, startup_timeout_s
-        self._expected: set[Key] = set()
         self._revivable: frozenset[Key] = frozenset()
         self._losses: list[tuple[Key, Exception]] = []
         self._failure: asyncio.Future[NoReturn] | None = None
         self._stack = AsyncExitStack()
-        self._limit = asyncio.Event()
 
     async def begin(self) -> None:
         """Take over the agents for this attempt; what an earlier one left there is ended."""
         self._failure = asyncio.get_running_loop().create_future()
+        # Known of, even if nobody waits for it any more.
+        self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())
         await asyncio.gather(
             *(
                 self._tasks.agent(task).call(
@@ -152,7 +161,6 @@ class RemoteLauncher:
         for spec in specs:
             plain = asdict(spec) | {"argv": list(spec.argv), "env": dict(spec.env), "cpus": list(spec.cpus)}
             by_task.setdefault(self._tasks.plan.task_of[spec.key], []).append(plain)
-            self._expected.discard(spec.key)
         await asyncio.gather(
             *(self._tasks.agent(task).call("start", specs=batch, timeout_s=_CALL_S) for task, batch in sorted(by_task.items()))
         )
@@ -165,10 +173,6 @@ class RemoteLauncher:
             count = list(tasks.values()).count(task)
             found[task] = await self._tasks.agent(task).call("ports", count=count, timeout_s=_CALL_S)
         return {key: found[task].pop(0) for key, task in tasks.items()}
-
-    def expect_exit(self, keys: Iterable[Key]) -> None:
-        """From now on these may end by themselves."""
-        self._expected.update(keys)
 
     def survive(self, keys: Iterable[Key]) -> None:
         """As ``LocalLauncher.survive``."""
@@ -185,32 +189,18 @@ class RemoteLauncher:
 
     async def wait_ready(self, keys: Iterable[Key]) -> dict[Key, dict[str, Any]]:
         """As ``LocalLauncher.wait_ready``."""
-        wanted = tuple(keys)
-        deadline = time.monotonic() + self._startup_timeout_s
-        while len(found := self._run_dir.announced(wanted)) < len(wanted):
-            self._raise_failure()
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(self._describe_missing([key for key in wanted if key not in found]))
-            await asyncio.sleep(_POLL_S)
-        return found
+        return await watching.wait_ready(
+            self._run_dir, keys, self._startup_timeout_s, self._raise_failure, lambda key: f" on task {self._tasks.plan.task_of[key]}"
+        )
 
     async def supervise[T](self, work: Coroutine[Any, Any, T]) -> T:
         """As ``LocalLauncher.supervise``: run ``work``; the death of a process, or of a task, cancels it."""
-        assert self._failure is not None, "supervise before begin"
-        task = asyncio.ensure_future(work)
-        both: set[asyncio.Future[Any]] = {task, self._failure}
-        try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            error = task.exception() if task.done() and not task.cancelled() else None
-            if error is not None and not isinstance(error, UserError):
-                # Connections break before the death behind them is known here: that one is the better story.
-                await asyncio.wait({self._failure}, timeout=2 * _EVENTS_S if isinstance(error, PeerUnreachable) else 2.0)
-            if self._failure.done() and (error is not None or not task.done()):
-                raise self._failure.exception() or AssertionError("a failure is never a result") from error
-            return await task
-        finally:
-            task.cancel()
-            await asyncio.wait({task}, timeout=10.0)
+        return await watching.supervise(work, self._watch(), _SETTLE_S)
+
+    async def _watch(self) -> NoReturn:
+        assert self._failure is not None, "watch before begin"
+        await asyncio.shield(self._failure)
+        raise AssertionError("a failure is never a result")
 
     async def close(self) -> None:
         """End all processes of the attempt; the agents stay. An agent that is lost has no processes that matter."""
@@ -231,10 +221,11 @@ class RemoteLauncher:
                 heard = time.monotonic()
             except (PeerUnreachable, DeadlineExceeded) as error:
                 if time.monotonic() - heard > _LOST_S:
-                    await self._lost(task, str(error))
-                    return
+                    return await self._lost(task, str(error))
                 await asyncio.sleep(1.0)
                 continue
+            except RpcError as error:  # somebody else listens there by now, or the agent itself is broken
+                return await self._lost(task, str(error))
             seen += len(events)
             for event in events:
                 self._on_event(task, event)
@@ -243,13 +234,7 @@ class RemoteLauncher:
         match event["kind"]:
             case "died":
                 key = (event["role"], event["rank"])
-                if key in self._expected:
-                    return
-                if event["user_error"]:
-                    self._fail(UserError(f"{key[0]} rank {key[1]}: {event['user_error']}"))
-                    return
-                path = self._run_dir.log_path(*key)
-                death = WorkerDied(role=key[0], rank=key[1], cause=event["cause"], log=str(path), last_lines=tail(path))
+                death = death_of(self._run_dir, key, event["code"])
                 if key in self._revivable:
                     self._losses.append((key, death))
                 else:
@@ -257,7 +242,8 @@ class RemoteLauncher:
             case "leaving":
                 self._fail(RunFailed(f"{event['why']}: {self._tasks.plan.describe(task)}"))
             case "limit":
-                self._limit.set()
+                log.info("%s", event["why"])
+                signal.raise_signal(signal.SIGUSR1)  # as if this task's own limit were near: the run saves and ends
 
     async def _lost(self, task: int, why: str) -> None:
         state = (await self._tasks.states()).get(task)
@@ -271,15 +257,6 @@ class RemoteLauncher:
     def _raise_failure(self) -> None:
         if self._failure is not None and self._failure.done():
             raise self._failure.exception() or AssertionError("a failure is never a result")
-
-    def _describe_missing(self, missing: Sequence[Key]) -> str:
-        names = ", ".join(f"{role} rank {rank} on task {self._tasks.plan.task_of[role, rank]}" for role, rank in missing)
-        lines = [f"not ready within launch.startup_timeout_s={self._startup_timeout_s:g} s: {names}"]
-        for role, rank in missing[:3]:
-            path = self._run_dir.log_path(role, rank)
-            lines.append(f"  {role} rank {rank}; log: {path}; its last lines:")
-            lines += [f"    {line}" for line in tail(path).splitlines()] or ["    (its log is empty)"]
-        return "\n".join(lines)
 
 
 async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:

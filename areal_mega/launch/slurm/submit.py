@@ -39,7 +39,7 @@ def submit(recipe: Recipe, *, recipe_path: Path, overrides: Sequence[str]) -> Su
     jobs: list[str] = []
     try:
         for script in scripts:
-            jobs.append(slurm.submit(script.text, env={JOB_ENV: jobs[0]} if jobs else {}))
+            jobs.append(slurm.submit(script.text, env={JOB_ENV: jobs[0] if jobs else ""}))
         Meeting(recipe, jobs[0]).record_jobs(jobs)
     except (UserError, OSError) as error:
         if jobs:

@@ -21,7 +21,7 @@ from areal_mega.launch.slurm.remote import Tasks
 from areal_mega.launch.slurm.script import apart, plan_of
 
 _CHILD = Path(__file__).parents[1] / "child.py"
-AGENT_END_S = 60.0
+AGENT_END_S = 30.0
 
 
 def run_agent(recipe: Recipe, task: ArrayTask) -> None:
@@ -46,10 +46,12 @@ def agent_beside(argv: Sequence[str]) -> Iterator[None]:
         try:
             yield
         finally:
-            try:
-                agent.wait(timeout=AGENT_END_S)  # it was told to leave, or sees that the controller is gone
-            except subprocess.TimeoutExpired:
-                agent.kill()
+            for end in (agent.terminate, agent.kill):
+                try:
+                    agent.wait(timeout=AGENT_END_S)  # it was told to leave, unless the controller failed before it knew of it
+                    break
+                except subprocess.TimeoutExpired:
+                    end()
 
 
 def check_array(recipe: Recipe, env: Mapping[str, str], first_task: int) -> None:
