@@ -65,7 +65,7 @@ def admit(
             picks.append(Pick(index, candidate.length, 0, leader))
             continue
         cached = min(max(min(shared(candidate.key), candidate.prompt_length), candidate.stored), candidate.length - 1)
-        if candidate.key in computing and cached < min(candidate.prompt_length, candidate.length - 1):
+        if candidate.key in computing and cached < max(1, min(candidate.prompt_length, candidate.length - 1)):
             continue  # its prompt is being computed in this step; the next step copies it
         if budget <= 0:
             break

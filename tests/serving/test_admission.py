@@ -56,3 +56,9 @@ def test_no_more_of_the_queue_is_read_than_fits() -> None:
         raise AssertionError("read too far")
 
     assert len(admit(queue(), budget=10, fits=lambda count, length: count <= 1, shared=lambda key: 0)) == 1
+
+
+def test_a_prompt_of_one_token_waits_too_while_it_is_computed() -> None:
+    queue = [Candidate(2, b"a", b"ax", 1), Candidate(1, b"a", b"a", 1)]
+    picks = admit(queue, budget=3, fits=lambda count, length: True, shared=lambda key: 0)
+    assert picks == [Pick(0, 0, 2)]
