@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +21,11 @@ _BLOCK = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """``tokens`` int64 [n] and their keys and values."""
+    """``tokens`` int64 [n] and their keys and values; ``digests`` of its beginnings of whole blocks, shortest first."""
 
+    number: int
     tokens: np.ndarray
+    digests: tuple[bytes, ...]
     kept: Stored
 
 
@@ -33,7 +35,8 @@ class PrefixStore:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens, self.tokens, self.changes = max_tokens, 0, 0
         self._entries: OrderedDict[int, Prefix] = OrderedDict()
-        self._index: dict[bytes, int] = {}
+        self._index: dict[bytes, dict[int, None]] = {}
+        """By beginning, the numbers of all entries that have it, the newest last."""
         self._next = 0
 
     def __len__(self) -> int:
@@ -41,16 +44,22 @@ class PrefixStore:
 
     def find(self, context: np.ndarray) -> tuple[Prefix | None, int]:
         """The entry that shares most of the context's beginning, and how many tokens; (None, 0) below one block."""
-        found = -1
-        for digest in self._digests(context):
-            number = self._index.get(digest, -1)
-            if number < 0:
+        return self._find(context, self._digests(context))
+
+    def entry(self, number: int) -> Prefix:
+        """An entry that ``find`` gave, while ``changes`` is what it was then."""
+        return self._entries[number]
+
+    def _find(self, context: np.ndarray, digests: Iterable[bytes]) -> tuple[Prefix | None, int]:
+        found: dict[int, None] = {}
+        for digest in digests:
+            if digest not in self._index:
                 break
-            found = number
-        if found < 0:
+            found = self._index[digest]
+        if not found:
             return None, 0
-        entry = self._entries[found]
-        self._entries.move_to_end(found)
+        entry = self._entries[next(reversed(found))]
+        self._entries.move_to_end(entry.number)
         n = min(len(entry.tokens), len(context))
         differs = np.flatnonzero(entry.tokens[:n] != context[:n])
         return entry, int(differs[0]) if len(differs) else n
@@ -59,35 +68,31 @@ class PrefixStore:
         """Keep a sequence unless an entry holds all of it; entries that are the beginning of it go."""
         if not _BLOCK <= len(tokens) <= self.max_tokens:
             return
-        entry, shared = self.find(tokens)
+        digests = tuple(self._digests(tokens))
+        entry, shared = self._find(tokens, digests)
         if entry is not None and shared == len(tokens):
             return
         if entry is not None and shared == len(entry.tokens):
-            self._drop(next(number for number, e in self._entries.items() if e is entry))
-        number, self._next = self._next, self._next + 1
-        self._entries[number] = Prefix(tokens, read())
-        for digest in self._digests(tokens):
-            self._index[digest] = number
+            self._drop(entry)
+        added, self._next = Prefix(self._next, tokens, digests, read()), self._next + 1
+        self._entries[added.number] = added
+        for digest in digests:
+            self._index.setdefault(digest, {})[added.number] = None
         self.tokens += len(tokens)
         self.changes += 1
         while self.tokens > self.max_tokens:
-            self._drop(next(iter(self._entries)))
+            self._drop(next(iter(self._entries.values())))
 
-    def _drop(self, number: int) -> None:
+    def _drop(self, gone: Prefix) -> None:
         """Forget an entry. Blocks that others share with it stay findable, by the newest of those."""
-        gone = self._entries.pop(number)
+        del self._entries[gone.number]
         self.tokens -= len(gone.tokens)
         self.changes += 1
-        orphans = {digest for digest in self._digests(gone.tokens) if self._index[digest] == number}
-        for digest in orphans:
-            del self._index[digest]
-        if not orphans:
-            return
-        for other, entry in self._entries.items():
-            if np.array_equal(entry.tokens[:_BLOCK], gone.tokens[:_BLOCK]):
-                for digest in self._digests(entry.tokens):
-                    if digest in orphans:
-                        self._index[digest] = other
+        for digest in gone.digests:
+            holders = self._index[digest]
+            del holders[gone.number]
+            if not holders:
+                del self._index[digest]
 
     def clear(self) -> None:
         self._entries.clear()

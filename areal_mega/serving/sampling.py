@@ -43,6 +43,14 @@ class RowSampling:
     position: np.ndarray
 
 
+class NotFinite(ArithmeticError):
+    """The logits of ``row`` give no probabilities."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+        super().__init__("logits are not finite")
+
+
 def sample(logits_rv: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor, Tensor]:
     """Draw a token for every row.
 
@@ -52,11 +60,17 @@ def sample(logits_rv: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor, Tensor
     Returns:
         tokens int64 [rows]; their log-probabilities float32 [rows]; log-probabilities of all tokens, [rows, vocab]. These are
         log_softmax(logits / temperature) before top-k, top-p and min-p, as SGLang reports them; of a greedy row, log_softmax(logits).
+
+    Raises:
+        NotFinite: a row has NaN or infinity, or -infinity throughout (some -infinity is a token's exclusion).
     """
     greedy = rows.temperature == 0.0
     scale = np.where(greedy, 1.0, rows.temperature).astype(np.float32)
     scaled = logits_rv.float() if (scale == 1.0).all() else logits_rv / torch.from_numpy(scale)[:, None]
     logprobs_rv = torch.log_softmax(scaled, -1)
+    bad = logprobs_rv[:, 0].isnan()  # the sum over a row makes one bad logit all of its log-probabilities' affair
+    if bad.any():
+        raise NotFinite(int(bad.to(torch.uint8).argmax()))
     if greedy.all():
         tokens = logits_rv.argmax(-1)
     else:
@@ -90,7 +104,7 @@ def _draw(logprobs_rv: Tensor, rows: RowSampling) -> Tensor:
     within = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64), draw - before, right=True)
     # The block's sum in single precision may exceed its cumulated end by a rounding: then it is the last token with a probability.
     last = _BLOCK - 1 - (inside.flip(-1) > 0).to(torch.uint8).argmax(-1, keepdim=True)
-    return (block * _BLOCK + torch.minimum(within, last)).squeeze(1)
+    return (block * _BLOCK + torch.minimum(within, last)).clamp_(max=vocab - 1).squeeze(1)
 
 
 def _limit(probabilities: Tensor, rows: RowSampling, where: np.ndarray) -> Tensor:

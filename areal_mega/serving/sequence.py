@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from areal_mega.serving.prefix import Prefix
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -62,8 +60,9 @@ class Sequence:
         self.row = -1
         self.epoch = -1
         """Which load of weights its cached keys come from."""
-        self.stored: tuple[int, Prefix | None, int] = (-1, None, 0)
-        """What the store of prefixes had for it, and at which of its changes that was looked up."""
+        self.stored: tuple[int, int, int] = (-1, -1, 0)
+        """At which change of the store of prefixes it was looked up, the number of the entry found (-1: none), tokens shared with it. Not
+        the entry itself: sequences that wait would keep its memory, which the store counts as free."""
         self.cached_tokens = 0
         self.retractions = 0
         self.spans: list[tuple[str, int]] = []

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_mega.core.errors import RunFailed
 from areal_mega.serving.admission import Candidate, Pick, admit
 from areal_mega.serving.attention import Fill, StepAttention, wasted
-from areal_mega.serving.sampling import sample
+from areal_mega.serving.sampling import NotFinite, sample
 from areal_mega.serving.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -94,9 +95,10 @@ class StepRunner:
         whole = sequence.key if not len(sequence.output_ids) else sequence.context.tobytes()
         store = self._engine.prefixes
         if len(store) and sequence.stored[0] != store.changes:
-            sequence.stored = (store.changes, *store.find(sequence.context))
+            entry, shared = store.find(sequence.context)
+            sequence.stored = (store.changes, -1 if entry is None else entry.number, shared)
         elif not len(store):
-            sequence.stored = (store.changes, None, 0)
+            sequence.stored = (store.changes, -1, 0)
         return Candidate(length, sequence.key, whole, len(sequence.prompt), sequence.stored[2])
 
     def _index_live(self) -> dict[bytes, int]:
@@ -143,14 +145,14 @@ class StepRunner:
         if fill.start == 0 or rows.lengths[fill.row] != 0:
             return
         sequence = rows.sequences[fill.row]
-        live, (_, entry, stored) = self._live.get(sequence.key), sequence.stored
+        live, (_, number, stored) = self._live.get(sequence.key), sequence.stored
         if live is not None and rows.lengths[live] >= fill.start and len(sequence.prompt) >= fill.start:
             rows.kv.copy_row(live, fill.row, fill.start)
         else:
-            assert entry is not None and stored >= fill.start
-            rows.kv.write(fill.row, entry.kept, fill.start)
+            assert number >= 0 and stored >= fill.start
+            rows.kv.write(fill.row, self._engine.prefixes.entry(number).kept, fill.start)
         rows.lengths[fill.row] = fill.start
-        sequence.stored = (-1, None, 0)
+        sequence.stored = (-1, -1, 0)
 
     # After the forward pass.
 
@@ -205,7 +207,14 @@ class StepRunner:
             logits = engine.model.logits(hidden)
             if (rows.made[ready] < rows.minimum[ready]).any():
                 self._forbid_stops(logits, ready)
-            tokens_t, logprobs_t, all_rv = sample(logits, rows.sampling(ready))
+            try:
+                tokens_t, logprobs_t, all_rv = sample(logits, rows.sampling(ready))
+            except NotFinite as error:
+                rid, dtype = rows.sequences[int(ready[error.row])].rid, str(engine.model.weights.dtype).removeprefix("torch.")
+                raise RunFailed(
+                    f"weight version {engine.version}: {error} (request {rid}); the weights hold NaN or infinity, or {dtype} overflows: "
+                    "load other weights, or serve float32"
+                ) from error
             tokens = tokens_t.numpy()
             self._stamp_first(ready)
             verdict = rows.append(ready, tokens, logprobs_t.numpy())

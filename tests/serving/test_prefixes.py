@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
+from areal_mega.serving import prefix
 from areal_mega.serving.kv import Stored
 from areal_mega.serving.prefix import PrefixStore
 
@@ -92,6 +96,51 @@ def test_the_store_finds_the_longest_of_what_it_holds_and_stays_within_its_bound
         assert entry is None or common(array, entry.tokens) == shared
         if 16 <= len(array) <= bound:
             assert shared == len(array)
+
+
+def test_every_block_is_hashed_once_however_much_is_kept_or_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    class Counting:
+        def __init__(self, **how: int) -> None:
+            self._hash = hashlib.blake2b(**how)
+
+        def update(self, content: bytes) -> None:
+            hashed.append(len(content))
+            self._hash.update(content)
+
+        def digest(self) -> bytes:
+            return self._hash.digest()
+
+    monkeypatch.setattr(prefix, "hashlib", SimpleNamespace(blake2b=Counting))
+    store, trunk, rng = PrefixStore(2000), np.arange(32), np.random.default_rng(5)
+    for _ in range(60):  # each is 6 blocks, all with the trunk of two; 20 of them fit
+        store.add(np.concatenate([trunk, rng.integers(100, 10**6, 64)]), lambda: Stored([], None))
+    assert len(store) == 20
+    assert len(hashed) == 60 * 6
+    assert len(store._index) == 2 + 20 * 4, "what went is no longer found"
+
+
+def test_sequences_that_wait_or_follow_keep_no_memory_that_the_store_has_given_up(folder: Path) -> None:
+    driven, context = Driven(folder, prefixes=60), np.arange(10, 60)
+    driven.submit(sequence("first", context, max_new_tokens=4))
+    driven.run()
+    entry, _ = driven.engine.prefixes.find(context)
+    assert entry is not None
+    memory = weakref.ref(entry.kept.arrays[0])
+    del entry
+    longer = np.concatenate([context, [7, 8, 9]])
+    alike = [sequence(f"alike-{i}", longer, max_new_tokens=60, seed=i) for i in range(3)]
+    late = [sequence(f"late-{i}", np.concatenate([longer, [i]]), max_new_tokens=4) for i in range(2)]
+    driven.engine.rows.max_rows = 3
+    driven.submit(*alike, *late)
+    driven.step(2)
+    driven.engine._runner._candidate(late[0])  # as where the queue is looked at further than anything fits
+    assert len(driven.engine.rows) == 3 and late[0].stored[2] == 50 and memory() is not None
+    driven.engine.weights_changed("1")
+    assert memory() is None
+    driven.run()
+    assert all(s.cached_tokens == 50 for s in alike[:1]) and all(s.finish is not None for s in [*alike, *late])
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:

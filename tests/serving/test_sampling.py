@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_mega.serving.sampling import RowSampling, sample, uniforms
+from areal_mega.serving.sampling import NotFinite, RowSampling, sample, uniforms
 
 
 def params(rows: int, **columns: object) -> RowSampling:
@@ -96,3 +96,14 @@ def test_impossible_tokens_are_never_drawn() -> None:
     logits[:, 10] = -2.0
     tokens, _, _ = sample(logits, params(2000, seed=np.arange(2000)))
     assert set(tokens.tolist()) == {10, 49}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [0, 7, 299])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_named_by_row(bad: float, where: int, temperature: float) -> None:
+    logits = torch.zeros(3, 300)
+    logits[1, where] = bad
+    with pytest.raises(NotFinite, match="logits are not finite") as caught:
+        sample(logits, params(3, temperature=temperature, seed=[1, 2, 3]))
+    assert caught.value.row == 1
