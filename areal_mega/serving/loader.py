@@ -52,18 +52,22 @@ def load_weights(path: str, dtype: str) -> tuple[Weights, dict[str, Any]]:
 
 
 class Unchanged(UserError):
-    """A checkpoint does not fit, found before anything was loaded."""
+    """A checkpoint cannot be opened or does not fit, found before anything was loaded."""
 
 
 def fill_from(weights: Weights, path: str, hf: dict[str, Any]) -> None:
     """Load a checkpoint of the same architecture into ``weights``; names and shapes are checked before anything changes.
 
     Raises:
-        Unchanged: names or shapes do not fit; the weights are as before.
+        Unchanged: the files cannot be opened, or names or shapes do not fit; the weights are as before.
         UserError: reading failed midway.
     """
     ignorable = family_for(hf).table(hf).ignorable
-    with HFSource(path) as source:
+    try:
+        opened = HFSource(path)
+    except (UserError, OSError) as error:
+        raise Unchanged(str(error)) from error
+    with opened as source:
         names = [name for name in source.names() if name in weights.hf or name not in ignorable]
         for name in names:
             try:

@@ -61,7 +61,11 @@ class Updater:
         """Where buckets of the open session arrive: fresh memory for each would cost as much as another copy."""
         self._open = False
         self._failure = ""
-        """Why a bucket of the open session was not received."""
+        """Why the weights of the open session cannot be whole."""
+        self._came: set[str] = set()
+        """Tensors that the open session has replaced, or began to."""
+        self._last = False
+        """The newest bucket of the open session carried the version, as the last one does."""
         self._lacking: set[str] = set()
         """After a failed update: tensors that must still come, in one session, before anything is computed again."""
 
@@ -85,18 +89,26 @@ class Updater:
         if name not in self.groups:
             raise UpdateRefused("The group to be destroyed does not exist.")
         group = self.groups.pop(name)
-        if self._open and self._engine.holding and not self._failure:
+        if self._open and not self._failure:
             # Whoever was sending is gone; a session that another one ends must not pass for complete.
-            self._failure = f"the group {name} was left in the midst of an update"
-            self._engine.broken = f"the weights are incomplete: {self._failure}; send all of them again"
+            if self._came:
+                self._fail(f"the group {name} was left in the midst of an update")
+            else:
+                self._open = False  # nothing was changed, and nobody is there to end it
         destroy_group(group)
+
+    def _fail(self, why: str) -> None:
+        """From now on requests are refused, until an update is complete. At once, not at a session's end: who died does not end it."""
+        self._failure, self._engine.holding = why, True
+        self._engine.broken = f"the weights are incomplete: {why}; send all of them again"
 
     # Sessions.
 
     def begin(self) -> None:
         if self._open and not self._failure:
             raise UpdateRefused("a weight-update session is already open; call end_weight_update() first")
-        self._open, self._failure = True, ""
+        self._open, self._failure, self._last = True, "", False
+        self._came = set()
         self._flat = torch.empty(0, dtype=torch.uint8)  # a broadcast that failed may still write into the old one
         if self._engine.broken:
             self._lacking = set(self._engine.model.weights.hf)  # which of them were replaced before is not worth trusting
@@ -106,8 +118,14 @@ class Updater:
             raise UpdateRefused("no weight-update session is open; call begin_weight_update() first")
         self._open = False
         self._flat = torch.empty(0, dtype=torch.uint8)
+        cut = bool(self._came) and not self._last and len(self._came) < len(self._engine.model.weights.hf)
         if self._failure:
-            self._engine.broken = f"the weights are incomplete: {self._failure}; send all of them again"
+            self._fail(self._failure)
+        elif cut:
+            self._fail(
+                f"the update ended after {len(self._came)} of {len(self._engine.model.weights.hf)} tensors and no bucket with a "
+                "weight_version, which the last one carries"
+            )
         elif self._lacking:
             some = ", ".join(sorted(self._lacking)[:3])
             self._engine.broken = (
@@ -150,16 +168,19 @@ class Updater:
         try:
             tensors = self._receive_flat(bucket) if bucket.flat else self._receive_each(bucket)
         except (RuntimeError, TimeoutError) as error:
-            self._engine.holding = True
-            self._failure = f"Failed to receive weights: {str(error).strip().splitlines()[0]}"
-            # At once, not at the session's end: a trainer that died does not end it.
-            self._engine.broken = f"the weights are incomplete: {self._failure}; send all of them again"
+            self._fail(f"Failed to receive weights: {str(error).strip().splitlines()[0]}")
             log.exception("a bucket was not received")
             raise UpdateRefused(self._failure) from error
         self._engine.holding = True  # until the session ends: the rest of the weights is still of the old version
-        for name, tensor in zip(bucket.names, tensors, strict=True):
-            weights.load(name, tensor)
-        weights.refresh(bucket.names)
+        self._came.update(bucket.names)
+        try:
+            for name, tensor in zip(bucket.names, tensors, strict=True):
+                weights.load(name, tensor)
+            weights.refresh(bucket.names)
+        except BaseException as error:
+            self._fail(f"a bucket was not loaded to its end ({type(error).__name__}: {error})")
+            raise
+        self._last = bucket.version is not None
         self._lacking.difference_update(bucket.names)
         self._engine.weights_changed(bucket.version)
         self._flush(bucket.flush)
@@ -195,18 +216,21 @@ class Updater:
             hf = check_same_arch(weights.arch, path)
         except UserError as error:
             raise UpdateRefused(f"Failed to update weights: {error}") from error
-        self._engine.holding, before = True, self._engine.broken
+        before, self._engine.holding = self._engine.holding, True
         try:
             fill_from(weights, path, hf)
         except Unchanged as error:
-            self._engine.holding, self._engine.broken = bool(before), before
+            self._engine.holding = before
             raise UpdateRefused(f"Failed to update weights: {error}") from error
-        except (UserError, OSError, RuntimeError) as error:
-            self._engine.broken = f"the weights are incomplete: {path} could not be read to its end ({error}); load all of them again"
-            raise UpdateRefused(f"Failed to update weights: {error}") from error
+        except BaseException as error:
+            self._fail(f"{path} could not be read to its end ({type(error).__name__}: {error})")
+            if isinstance(error, UserError | OSError | RuntimeError):
+                raise UpdateRefused(f"Failed to update weights: {error}") from error
+            raise
         # A whole model has come.
         self._engine.holding, self._engine.broken, self._failure = False, "", ""
         self._lacking.clear()
+        self._came.clear()
         self._engine.weights_changed(version)
         self._flush(flush)
         return _done("Succeeded to update model weights.", version)
