@@ -191,6 +191,13 @@ def _resume(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> It
             f"launch.restarts is {r.launch.restarts} but checkpoint.recover_every_steps is 0: every restart would begin anew; "
             "set checkpoint.recover_every_steps or launch.restarts=0"
         )
+    fp8 = r.train.fp8
+    if fp8.format != "off" and fp8.recipe == "delayed" and r.checkpoint.recover_every_steps:
+        yield (
+            f"train.fp8.recipe is delayed with train.fp8.format {fp8.format}, and checkpoint.recover_every_steps is "
+            f"{r.checkpoint.recover_every_steps}: delayed scales come from earlier steps, and recover checkpoints hold none, so that a "
+            "resumed run would go on with others; set train.fp8.recipe to tensorwise or blockwise, or checkpoint.recover_every_steps=0"
+        )
 
 
 def _schedules(r: Recipe, train: ParallelStrategy, rollout: ParallelStrategy) -> Iterator[str]:

@@ -58,6 +58,16 @@ CONTRADICTIONS = [
     (["rollout.strategy=vllm:d1", "rollout.server_args=[--logprobs_mode=raw_logprobs]"], ["rollout.server_args"], "gives --logprobs-mode"),
     (["train.strategy=sglang:d1"], ["train.strategy"], "does not train"),
     (["train.strategy=megatron:d2e3"], ["train.strategy"], "2/3 is not a whole number"),
+    (
+        ["train.fp8.format=hybrid", "checkpoint.recover_every_steps=5"],
+        ["train.fp8.recipe", "train.fp8.format", "checkpoint.recover_every_steps"],
+        "set train.fp8.recipe to tensorwise or blockwise",
+    ),
+    (
+        ["train.fp8.format=e4m3", "checkpoint.recover_every_steps=5", "launch.restarts=2"],
+        ["train.fp8.recipe", "checkpoint.recover_every_steps"],
+        "recover checkpoints hold none",
+    ),
     (["rollout.strategy=embedded:t2"], ["rollout.strategy"], "no dimension t"),
 ]
 
@@ -75,7 +85,7 @@ def test_a_contradiction_names_every_setting_with_its_origin(recipe: Path, overr
         load_recipe(recipe, overrides)
     message = str(error.value)
     assert "\n" not in message
-    origins = dict(re.findall(r"([a-z_.]+) \[(default|override .*?|[^\[\]]*:\d+)\](?= |$|:|,|;)", message))
+    origins = dict(re.findall(r"([a-z_.0-9]+) \[(default|override .*?|[^\[\]]*:\d+)\](?= |$|:|,|;)", message))
     assert set(named) <= set(origins), message
     for override in overrides:
         path = override.partition("=")[0]
@@ -97,6 +107,9 @@ def test_what_does_not_contradict_passes(recipe: Path) -> None:
     load_recipe(recipe, ["rollout.strategy=sglang:d1", "rollout.python=/x/python", "rollout.server_args=[--mem-fraction-static, '0.8']"])
     load_recipe(recipe, ["train.strategy=megatron:d2", "rollout.strategy=embedded:d2", "launch.slots=4"])
     load_recipe(recipe, ["checkpoint.export_every_steps=100"])
+    load_recipe(recipe, ["train.fp8.format=hybrid"])
+    load_recipe(recipe, ["train.fp8.format=hybrid", "train.fp8.recipe=blockwise", "checkpoint.recover_every_steps=5"])
+    load_recipe(recipe, ["train.fp8.recipe=delayed", "checkpoint.recover_every_steps=5"])
 
 
 def test_recipes_made_in_code_are_checked_without_lines() -> None:
