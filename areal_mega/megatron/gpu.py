@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from areal_mega.config.schema import FP8Section, TrainSection
 from areal_mega.core.errors import UserError
@@ -16,6 +17,41 @@ from areal_mega.megatron.platform import Platform
 
 _CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Lowest compute capability of each recipe: Ada, Hopper, Blackwell."""
+
+NCCL_GROUPS = frozenset(
+    [
+        "cp",
+        "dp",
+        "dp_cp",
+        "embd",
+        "ep",
+        "ep_dp",
+        "ep_gtp_remat_dp",
+        "ep_tp",
+        "expt_gtp_remat",
+        "gtp_remat",
+        "gtp_remat_dp",
+        "gtp_remat_dp_cp",
+        "hcp",
+        "inter_ep_dp",
+        "intra_dist_opt_instance",
+        "intra_dp_cp",
+        "intra_ep_dp",
+        "mp",
+        "pos_embd",
+        "pp",
+        "tp",
+        "tp_cp",
+        "tp_dp",
+        "tp_dp_cp",
+        "tp_ep_gtp_remat_pp",
+        "tp_ep_mp",
+        "tp_ep_pp",
+    ]
+)
+"""Communicators that Megatron-Core takes options for; others are ignored there without a word."""
+NCCL_OPTIONS = {"is_high_priority_stream": bool, "cga_cluster_size": int, "max_ctas": int, "min_ctas": int, "net_name": str}
+_KINDS = {bool: "true or false", int: "a whole number", str: "IB or Socket"}
 
 
 def check_gpu_settings(train: TrainSection, dtype: torch.dtype, platform: Platform) -> None:
@@ -33,10 +69,39 @@ def check_gpu_settings(train: TrainSection, dtype: torch.dtype, platform: Platfo
         for name, given in wanted.items():
             if given:
                 raise UserError(f"train.{name} needs GPUs, and this run is on a CPU; leave it out")
-    if train.nccl_config is not None and not Path(train.nccl_config).is_file():
-        raise UserError(f"train.nccl_config: there is no file {train.nccl_config}; give Megatron-Core's YAML of communicator options")
+    if train.nccl_config is not None:
+        _check_nccl(Path(train.nccl_config))
     if train.fp8.format != "off":
         _check_fp8(train.fp8, dtype, platform)
+
+
+def _check_nccl(file: Path) -> None:
+    """The file is what Megatron-Core reads: options by communicator.
+
+    Raises:
+        UserError: naming the file, and the key that is wrong.
+    """
+    where = f"train.nccl_config {file}"
+    if not file.is_file():
+        raise UserError(f"train.nccl_config: there is no file {file}; give Megatron-Core's YAML of communicator options")
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where} is no YAML that can be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict) or not content:
+        raise UserError(f"{where} holds no mapping of communicators to their options; write e.g. dp_cp: {{max_ctas: 16}}")
+    for name, options in content.items():
+        if name not in NCCL_GROUPS:
+            raise UserError(f"{where}: {name} is no communicator of Megatron-Core's; known: {', '.join(sorted(NCCL_GROUPS))}")
+        if not isinstance(options, dict):
+            raise UserError(f"{where}: {name} is {options!r}, not a mapping of options; write e.g. {name}: {{max_ctas: 16}}")
+        for key, value in options.items():
+            if key not in NCCL_OPTIONS:
+                raise UserError(f"{where}: {name}.{key} is no option of Megatron-Core's; known: {', '.join(NCCL_OPTIONS)}")
+            if type(value) is not NCCL_OPTIONS[key]:
+                raise UserError(f"{where}: {name}.{key} is {value!r}; write {_KINDS[NCCL_OPTIONS[key]]}")
+            if key == "net_name" and str(value).lower() not in ("ib", "socket"):
+                raise UserError(f"{where}: {name}.net_name is {value!r}; write IB or Socket")
 
 
 def _check_fp8(fp8: FP8Section, dtype: torch.dtype, platform: Platform) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from tiny_models import tiny_config
 
 from areal_mega.config.schema import FP8Section, RouterSection, TrainSection
 from areal_mega.core.errors import UserError
+from areal_mega.megatron import gpu as gpu_settings
 from areal_mega.megatron.gpu import check_gpu_settings, fp8_settings, token_multiple
 from areal_mega.megatron.packing import pack
 from areal_mega.megatron.platform import Platform, detect
@@ -53,6 +56,37 @@ def test_a_file_of_options_must_exist(tmp_path: Path) -> None:
     assert "there is no file" in refusal({"nccl_config": str(tmp_path / "no.yaml")}, gpu())
     (tmp_path / "yes.yaml").write_text("dp_cp: {is_high_priority_stream: true}\n")
     check_gpu_settings(TrainSection(nccl_config=str(tmp_path / "yes.yaml")), torch.bfloat16, gpu())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("dp_cp: {max_ctas: 16", "is no YAML that can be read"),
+        ("", "holds no mapping of communicators"),
+        ("[dp_cp]", "holds no mapping of communicators"),
+        ("data_parallel: {max_ctas: 16}", "data_parallel is no communicator of Megatron-Core's; known: cp, dp, dp_cp"),
+        ("dp_cp: 16", "dp_cp is 16, not a mapping"),
+        ("dp_cp: {max_cta: 16}", "dp_cp.max_cta is no option of Megatron-Core's; known: is_high_priority_stream"),
+        ("dp_cp: {max_ctas: many}", "dp_cp.max_ctas is 'many'; write a whole number"),
+        ("dp_cp: {max_ctas: true}", "dp_cp.max_ctas is True; write a whole number"),
+        ("tp: {net_name: tcp}", "tp.net_name is 'tcp'; write IB or Socket"),
+    ],
+)
+def test_a_file_of_options_says_what_megatron_core_understands(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "nccl.yaml"
+    file.write_text(content)
+    line = refusal({"nccl_config": str(file)}, gpu())
+    assert said in line and str(file) in line
+
+
+def test_the_known_communicators_are_those_that_megatron_core_asks_for() -> None:
+    """Read from its source: on a CPU nothing asks."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.submodule_search_locations is not None
+    source = (Path(spec.submodule_search_locations[0]) / "parallel_state.py").read_text()
+    assert set(re.findall(r"""get_nccl_options\(["'](\w+)["']""", source)) == gpu_settings.NCCL_GROUPS
+    body = source.partition("def get_nccl_options")[2].partition("\ndef ")[0]
+    assert set(re.findall(r"""nccl_comm_cfgs\[pg_name\](?:\.get\(|\[)["'](\w+)["']""", body)) == set(gpu_settings.NCCL_OPTIONS)
 
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("delayed", 16), ("blockwise", 16), ("mxfp8", 32)])
