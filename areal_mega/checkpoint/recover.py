@@ -31,10 +31,9 @@ from areal_mega.models.family import Family
 from areal_mega.models.hf_config import HFConfig
 from areal_mega.models.hf_io import model_files
 from areal_mega.models.ownership import Ownership, Shard
-from areal_mega.models.table import LOCAL, Naming
+from areal_mega.models.table import KINDS, LOCAL, Naming
 from areal_mega.parallel.layout import RankLayout
 
-KINDS = ("weights", "exp_avg", "exp_avg_sq")
 STATE = "state.json"
 """The controller's part, written last: a folder without it was never completed."""
 _SPARE = 1.05

@@ -15,10 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = ("weights", *MOMENTS)
-"""What a parameter has: fp32 weights, and both moments."""
-
 
 @dataclass(frozen=True)
 class ParamState:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_mega.megatron.adam_state import ParamState, param_states, set_steps, steps_taken
+from areal_mega.models.table import KINDS
 
 if TYPE_CHECKING:
     from areal_mega.megatron.engine import MegatronEngine
@@ -58,18 +59,13 @@ class EngineStates:
         return {"optimizer_steps": steps_taken(self._engine.optimizer.megatron), "updates": self._engine.updates}
 
     def restore_counters(self, values: dict[str, Any]) -> None:
-        """Call after the moments are filled."""
-        if values["optimizer_steps"]:
-            set_steps(self._engine.optimizer.megatron, values["optimizer_steps"])
+        """Call after the moments are filled. Also where no update was made: an optimizer that has moments wants its count beside them."""
+        set_steps(self._engine.optimizer.megatron, values["optimizer_steps"])
         self._engine.updates = values["updates"]
 
     def digest(self) -> str:
         """Of this rank's weights and moments, to tell whether two runs are in the same state."""
         from areal_mega.sync.digest import combine, tensor_digest
 
-        digests = {
-            f"{kind}/{name}": tensor_digest(state.local(kind))
-            for name, state in sorted(self._states.items())
-            for kind in ("weights", "exp_avg", "exp_avg_sq")
-        }
+        digests = {f"{kind}/{name}": tensor_digest(state.local(kind)) for name, state in sorted(self._states.items()) for kind in KINDS}
         return combine(digests | {f"counters {json.dumps(self.counters(), sort_keys=True)}": ""})

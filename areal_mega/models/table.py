@@ -20,6 +20,11 @@ Stage = Literal["first", "layer", "last"]
 VOCAB_MULTIPLE = 128
 """Megatron's own default for make_vocab_size_divisible_by: it keeps the vocabulary GEMM on whole tiles."""
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's, as torch and Megatron-Core call them."""
+KINDS = ("weights", *MOMENTS)
+"""What a parameter has while it is trained: fp32 weights, and both moments."""
+
 
 class TableMismatch(RuntimeError):
     """The model that was built and the family's table disagree: a bug in one of them, never a user's mistake."""

@@ -29,11 +29,19 @@ def _weights(engine: Any) -> dict[str, Any]:
 
 
 def save_and_go_on(
-    rank: int, world_size: int, *, folder: str, strategy: str, place: str, dtype: str = "fp32", optimizer: dict | None = None
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    strategy: str,
+    place: str,
+    dtype: str = "fp32",
+    optimizer: dict | None = None,
+    updates: int = 2,
 ) -> dict[str, Any]:
-    """Two updates, a checkpoint, two more updates; the weights at the checkpoint and at the end."""
+    """Some updates, a checkpoint, two more updates; the weights at the checkpoint and at the end."""
     engine = cases.make_engine(rank, folder, strategy, dtype=dtype, optimizer=optimizer, router={"expert_bias_update_rate": 0.0})
-    _steps(engine, 2)
+    _steps(engine, updates)
     states = EngineStates(engine)
     saving = RecoverSave(states, Path(place), source=folder, device=engine.platform.device, buffers={}, **_about(engine))
     at_save, digest, counters = _weights(engine), states.digest(), states.counters()

@@ -54,3 +54,15 @@ def test_a_recovered_run_goes_on_as_if_nothing_had_been(
             np.testing.assert_allclose(after[0]["weights"][name], weight, atol=2e-5 if dtype == "fp32" else 2e-2, err_msg=name)
     # The weights are a checkpoint as any other.
     assert Checkpoint(place / "weights").hf_config["model_type"] == model
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_run_that_made_no_update_goes_on_too(tmp_path: Path, distributed: bool) -> None:
+    folder = str(tiny_model(tmp_path / "model", "qwen3"))
+    common = {"folder": folder, "place": str(tmp_path / "step-0"), "optimizer": ADAM | {"distributed": distributed}}
+    before = ran(cases.save_and_go_on, "megatron:d1", updates=0, **common)
+    after = ran(cases.recover, "megatron:d1", counters=before[0]["counters"], **common)
+    assert before[0]["counters"] == {"optimizer_steps": 0, "updates": 0}
+    assert after[0]["digest"] == before[0]["digest"] and after[0]["norms"] == before[0]["norms"]
+    for name, weight in before[0]["weights"].items():
+        assert np.array_equal(after[0]["weights"][name], weight), name
