@@ -27,6 +27,7 @@ class Measured:
     train_s_per_token: float
     step_s: float
     sync_s: float
+    """Of one sync, which not every step has (``sync.every_steps``)."""
     uniform: float
     samples_per_s: float
 
@@ -74,7 +75,7 @@ def measure(steps: Sequence[StepRecord], name: str) -> Measured:
         decode=table(decoded, ms).scaled(1 / generating),
         train_s_per_token=work / total("batch/tokens"),
         step_s=max(0.0, seconds - work - sync - total("time/wait_rollout")) / len(steps),
-        sync_s=sync / len(steps),
+        sync_s=sync / max(1, sum("time/sync" in record.metrics for record in steps)),
         uniform=min(0.99, (steps[-1].metrics.get("rollout/uniform", 0.0) - steps[0].metrics.get("rollout/uniform", 0.0)) / groups),
         samples_per_s=samples / seconds,
     )

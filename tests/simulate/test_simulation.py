@@ -35,6 +35,7 @@ def recipe(eta: int = 1, batch: int = 4, members: int = 2, concurrent: int = 64,
             "rollout": {"group_size": members, "max_concurrent_prompts": concurrent, "max_new_tokens": 1000},
             "train": {"batch_size": batch},
             "staleness": {"max_staleness": eta},
+            "sync": sections.get("sync", {}),
             "algorithm": {"correction": "decoupled"},
         }
     )
@@ -173,6 +174,21 @@ def test_splits_are_whole_replicas_and_ranks() -> None:
     assert (found[0].replicas, found[0].dp) == (2, 4)  # two replicas make 800 tokens/s, four ranks train as many
     with pytest.raises(UserError, match="use 2 or more"):
         try_splits(1, setup, the_recipe, algorithm_of(the_recipe), 8)
+
+
+def test_steps_of_several_per_version() -> None:
+    """What is left out and what may still be generated are counted in steps, of which a version has several."""
+    the_recipe = recipe(eta=1, sync={"every_steps": 3})
+    found = run(the_recipe, steps=24)
+    assert found.skip == 6
+    assert {step.wait_s for step in found.steps[12:]} == {0.0}, "generation goes on beyond the last step that is looked at"
+
+
+def test_a_sync_that_not_every_step_has() -> None:
+    metrics = {"batch/samples": 8, "batch/groups": 4, "batch/tokens": 900, "batch/response_tokens": 100, "time/total": 5}
+    histograms = {"rollout/length": {96: 8}, "rollout/decode_tokens": {2: 400}, "rollout/decode_ms": {2: 2000}}
+    steps = [StepRecord(step=i, time=0.0, metrics=metrics | ({"time/sync": 0.5} if i % 2 else {}), histograms=histograms) for i in range(4)]
+    assert measure(steps, "r").sync_s == 0.5
 
 
 def test_what_a_run_measured() -> None:
