@@ -14,6 +14,8 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
+from typing import Literal
 
 import numpy as np
 
@@ -28,6 +30,9 @@ log = logging.getLogger(__name__)
 
 _CANCEL_S = 5.0
 
+_Fate = Literal["again", "gone"]
+"""What becomes of an episode that was ended from outside: it waits again, or gives no result here, whatever it does."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Episode:
@@ -37,6 +42,7 @@ class _Episode:
     purpose: Purpose
     submitted: float
     """time.monotonic() at submission."""
+    order: int
 
 
 class Executor:
@@ -65,6 +71,9 @@ class Executor:
         self._max_concurrent, self._timeout_s = max_concurrent, timeout_s
         self._waiting: dict[Purpose, deque[_Episode]] = {purpose: deque() for purpose in PURPOSES}
         self._running: dict[asyncio.Task[None], _Episode] = {}
+        self._fates: dict[asyncio.Task[None], _Fate] = {}
+        """Of running episodes that were told to end."""
+        self._orders = count()
         self._finished: dict[Purpose, deque[EpisodeResult]] = {purpose: deque() for purpose in PURPOSES}
         self._arrival = asyncio.Condition()
         self._wake = asyncio.Event()
@@ -80,7 +89,9 @@ class Executor:
         if self._starter is None:
             self._starter = asyncio.create_task(self._start_episodes())
         now = time.monotonic()
-        self._waiting[purpose].extend(_Episode(prompt, ticket, step, purpose, now) for ticket, prompt in prompts.items())
+        self._waiting[purpose].extend(
+            _Episode(prompt, ticket, step, purpose, now, next(self._orders)) for ticket, prompt in prompts.items()
+        )
         self._wake.set()
 
     async def collect(self, max_results: int, *, wait_s: float, purpose: Purpose) -> list[EpisodeResult]:
@@ -106,41 +117,28 @@ class Executor:
         self._waiting[purpose] = deque(e for e in self._waiting[purpose] if e.ticket not in gone)
         for result in [r for r in self._finished[purpose] if r.ticket in gone]:
             self._finished[purpose].remove(result)
-            if result.group is not None:
-                self._store.release(handle.key for sample in result.group.samples for handle in sample.tensors.values())
-        tasks = [task for task, e in self._running.items() if e.purpose == purpose and e.ticket in gone]
-        for task in tasks:
-            task.cancel()
-        if tasks:  # a workflow may take its time to end, or swallow its cancellation: nobody waits for it longer than this
-            await asyncio.wait(tasks, timeout=_CANCEL_S)
+            self._forget(result)
+        await self._end([task for task, e in self._running.items() if e.purpose == purpose and e.ticket in gone], "gone")
 
     async def suspend(self) -> None:
         """The engine is gone: end what runs and put it back to the head of what waits, in its order. Nothing starts until ``resume``."""
         self._suspended = True
-        running = list(self._running.items())
-        for task, _ in running:
-            task.cancel()
-        if running:
-            await asyncio.wait([task for task, _ in running], timeout=_CANCEL_S)
-        # One that could not be cancelled has finished, or will, with a result of its own.
-        for task, episode in reversed(running):
-            if task.cancelled():
-                self._waiting[episode.purpose].appendleft(episode)
+        await self._end([task for task in self._running if task not in self._fates], "again")
 
     def withdraw(self, purpose: Purpose) -> list[int]:
         """Give back what waits (while suspended: everything but what has finished), by its tickets; none of it gives a result here."""
         tickets = [episode.ticket for episode in self._waiting[purpose]]
         self._waiting[purpose].clear()
+        for task, episode in self._running.items():
+            if episode.purpose == purpose and self._fates.get(task) == "again":  # suspended, and has not ended yet
+                self._fates[task] = "gone"
+                tickets.append(episode.ticket)
         return tickets
 
     def resume(self) -> None:
         """The engine is back."""
         self._suspended = False
         self._wake.set()
-
-    def under_way(self, purpose: Purpose) -> list[Prompt]:
-        """Prompts submitted and not finished: running ones first."""
-        return [e.prompt for e in self._running.values() if e.purpose == purpose] + [e.prompt for e in self._waiting[purpose]]
 
     def oldest(self, n: int = 3) -> list[tuple[str, float]]:
         """Prompt ids of the longest-running episodes, with their seconds since submission."""
@@ -155,6 +153,7 @@ class Executor:
 
     async def close(self) -> None:
         """Cancel everything under way and wait until it has ended. What was not finished gives no result."""
+        self._fates |= dict.fromkeys(self._running, "gone")
         tasks = [*self._running, *([self._starter] if self._starter else [])]
         for task in tasks:
             task.cancel()
@@ -175,9 +174,23 @@ class Executor:
             return self._waiting["eval"].popleft()
         return self._waiting["train"].popleft() if self._waiting["train"] else None
 
+    async def _end(self, tasks: Sequence[asyncio.Task[None]], fate: _Fate) -> None:
+        """Cancel episodes. One may take its time to end, or swallow its cancellation: nobody waits for it longer than ``_CANCEL_S``."""
+        for task in tasks:
+            self._fates[task] = fate
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
+
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.pop(task, None)  # still there only when it was cancelled
+        episode, fate = self._running.pop(task, None), self._fates.pop(task, None)
+        if episode is not None and fate == "again":  # it has no result; otherwise it had left what runs
+            self._waiting[episode.purpose] = deque(sorted([*self._waiting[episode.purpose], episode], key=lambda e: e.order))
         self._wake.set()
+
+    def _forget(self, result: EpisodeResult) -> None:
+        if result.group is not None:
+            self._store.release(handle.key for sample in result.group.samples for handle in sample.tensors.values())
 
     async def _episode(self, episode: _Episode) -> None:
         dropped: Counter[str] = Counter()
@@ -193,8 +206,11 @@ class Executor:
             for reason, n in dropped.items():
                 self.counts[f"{episode.purpose}/dropped/{reason.partition(':')[0]}"] += n
             # In one go: a prompt is never both under way and finished, nor neither, whoever looks.
-            self._finished[episode.purpose].append(result)
             self._running.pop(task, None)
+            if self._fates.get(task) == "gone":
+                self._forget(result)
+            else:
+                self._finished[episode.purpose].append(result)
         async with self._arrival:
             self._arrival.notify_all()
 
@@ -211,6 +227,11 @@ class Executor:
             return self._result(episode, dropped, outcome="group", group=self._group(episode, sound))
         except UserError:
             raise
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task in self._fates:
+                raise
+            # Nobody here has cancelled it: something of the workflow's own was, and it let that out.
+            return self._result(episode, dropped, outcome="failed", reason="CancelledError: the workflow ended with it")
         except Exception as error:  # a user's workflow may raise anything: it concerns this prompt, and is reported with it
             if limit.expired():
                 reason = f"the episode took longer than rollout.prompt_timeout_s={self._timeout_s:g} s"
@@ -247,15 +268,22 @@ class Executor:
             raise ValueError(f"the workflow returned several trajectories for one (member, turn): {twins}")
         described = [describe(i, t) for i, t in zip(ids, trajectories, strict=True)]
         if episode.purpose == "train":  # last, so that nothing stays in the store of a group that could not be made
-            arrays = [t.arrays() for t in trajectories]
-            described = [
-                replace(sample, tensors=self._store.put(a, f"{group_id}/{sample.id.member}/{sample.id.turn}"))
-                for sample, a in zip(described, arrays, strict=True)
-            ]
+            described = self._stored(group_id, described, [t.arrays() for t in trajectories])
         self.counts[f"{episode.purpose}/tokens"] += sum(s.loss_tokens for s in described)
         self.counts[f"{episode.purpose}/samples"] += len(described)
         seconds = time.monotonic() - episode.submitted
         return Group(id=group_id, prompt=episode.prompt, samples=tuple(described), worker=self._store.owner, seconds=seconds)
+
+    def _stored(self, group_id: str, samples: Sequence[Sample], arrays: Sequence[Mapping[str, np.ndarray]]) -> list[Sample]:
+        """The samples with handles to their arrays: all are in the store, or none is."""
+        out: list[Sample] = []
+        try:
+            for sample, mine in zip(samples, arrays, strict=True):
+                out.append(replace(sample, tensors=self._store.put(mine, f"{group_id}/{sample.id.member}/{sample.id.turn}")))
+        except UserError:
+            self._store.release(handle.key for sample in out for handle in sample.tensors.values())
+            raise
+        return out
 
     def _sample_id(self, episode: _Episode, group_id: str, order: int, trajectory: Trajectory) -> SampleId:
         return SampleId(

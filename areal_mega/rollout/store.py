@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from areal_mega.core.errors import UserError
 from areal_mega.core.types import RTensor
 
 _ALIGN = 64
@@ -70,14 +72,20 @@ class TrajectoryStore:
         """Keep arrays under ``<prefix>/<name>`` and return their handles by name.
 
         Raises:
-            OSError: a file cannot be written (the disk is full, …).
+            UserError: a file cannot be written (the disk is full, …); nothing of these arrays is kept.
         """
         keyed = {f"{prefix}/{name}": array for name, array in arrays.items()}
         for key in keyed:
             assert key not in self._arrays and key not in self._spilled, f"the store holds {key} already"
         size = sum(array.nbytes for array in arrays.values())
         if size and self._nbytes + size > self.limit:
-            self._spill(keyed)
+            try:
+                self._spill(keyed)
+            except OSError as error:
+                raise UserError(
+                    f"cannot write {size:,} bytes of trajectories to {self._folder} ({error.strerror or error}) beside the "
+                    f"{self._spilled_nbytes:,} there; free space, or raise rollout.store_mb (now {self.limit / 2**20:g})"
+                ) from error
             self._spilled_nbytes += size
         else:
             self._arrays |= keyed
@@ -131,15 +139,24 @@ class TrajectoryStore:
             self._folder.mkdir(parents=True)
         file = _File(self._folder / f"{self._files}.raw", len(keyed))
         self._files += 1
-        offset, entries = 0, {}
-        with file.path.open("wb") as out:
-            for key, array in keyed.items():
-                out.write(b"\0" * (-offset % _ALIGN))
-                offset += -offset % _ALIGN
-                out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-                entries[key] = _Spilled(file, offset, array.shape, array.dtype, array.nbytes)
-                offset += array.nbytes
-        self._spilled |= entries
+        try:
+            with file.path.open("wb") as out:
+                self._spilled |= _write(out, file, keyed)
+        except OSError:
+            file.path.unlink(missing_ok=True)
+            raise
+
+
+def _write(out: BinaryIO, file: _File, keyed: Mapping[str, np.ndarray]) -> dict[str, _Spilled]:
+    offset, entries = 0, {}
+    for key, array in keyed.items():
+        out.write(b"\0" * (-offset % _ALIGN))
+        offset += -offset % _ALIGN
+        out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        entries[key] = _Spilled(file, offset, array.shape, array.dtype, array.nbytes)
+        offset += array.nbytes
+    out.flush()  # what is buffered may be what finds no room
+    return entries
 
 
 @lru_cache

@@ -26,7 +26,7 @@ from areal_mega.rollout.store import TrajectoryStore
 from areal_mega.rollout.workflow import GenerationEngine, GenerationSettings, Workflow, WorkflowContext
 from areal_mega.rpc.server import RpcServer
 
-METHODS = ("connect", "submit", "cancel", "collect", "fetch", "release", "under_way", "measures", "status", "suspend", "withdraw", "resume")
+METHODS = ("connect", "submit", "cancel", "collect", "fetch", "release", "measures", "status", "suspend", "withdraw", "resume")
 
 
 class RolloutWorker:
@@ -47,6 +47,7 @@ class RolloutWorker:
         self._workflows: dict[Purpose, Workflow] = {}
         self._client: InferenceServer | None = None
         self._executor: Executor | None = None
+        self._suspensions = 0
 
     def register(self, server: RpcServer) -> None:
         """Serve every method of `METHODS`."""
@@ -81,6 +82,7 @@ class RolloutWorker:
 
     async def suspend(self) -> None:
         """The server is gone: what ran on it waits for ``withdraw`` or ``resume``, nothing of it is lost or reported as failed."""
+        self._suspensions += 1
         await self._running.suspend()
 
     async def withdraw(self, purpose: Purpose = "train") -> list[int]:
@@ -94,9 +96,11 @@ class RolloutWorker:
             DeadlineExceeded: it is not healthy after ``deadline_s`` seconds.
         """
         assert self._client is not None, "connect the worker first"
+        suspensions = self._suspensions
         await self._client.wait_healthy(deadline_s)
         await self._client.probe()
-        self._running.resume()
+        if suspensions == self._suspensions:  # else that server is gone, and the one that is healthy now has no weights yet
+            self._running.resume()
 
     def use(self, engine: GenerationEngine) -> None:
         """Generate with ``engine`` from now on (what ``connect`` does with its client)."""
@@ -124,10 +128,6 @@ class RolloutWorker:
     async def collect(self, max_groups: int, wait_s: float, purpose: Purpose = "train") -> list[EpisodeResult]:
         """Finished episodes, at most ``max_groups``, in the order they finished; an empty list after ``wait_s`` without one."""
         return await self._running.collect(max_groups, wait_s=wait_s, purpose=purpose)
-
-    async def under_way(self, purpose: Purpose = "train") -> list[Prompt]:
-        """Prompts submitted and not finished: what a recovered run must submit again."""
-        return self._running.under_way(purpose)
 
     async def fetch(self, keys: Sequence[str]) -> list[np.ndarray]:
         """Arrays by the keys of their handles, in that order."""

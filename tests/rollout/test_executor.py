@@ -108,7 +108,6 @@ async def test_a_slow_episode_holds_up_nobody() -> None:
     assert len(await setting.results(9)) == 9
     assert setting.executor.queued("train") == (0, 1, 0)
     assert [i for i, _ in setting.executor.oldest()] == ["p0"]
-    assert [p.id for p in setting.executor.under_way("train")] == ["p0"]
     setting.workflow.gates["p0"].set()
     assert set(await setting.results(1)) == {"p0"}
     await setting.executor.close()
@@ -197,6 +196,65 @@ async def test_what_is_suspended_begins_again_in_its_order() -> None:
     results = await setting.results(5)
     assert {result.outcome for result in results.values()} == {"group"}
     assert setting.workflow.started == ["p0", "p1", "p2", "p1", "p2", "p3", "p4"]
+    await setting.executor.close()
+
+
+class Stubborn(ScriptedWorkflow):
+    """Does not end before its gate opens, whoever cancels it."""
+
+    async def arun_episode(self, engine: Any, data: Any) -> Any:
+        while not self.gates[data.id].is_set():
+            try:
+                await self.gates[data.id].wait()
+            except asyncio.CancelledError:
+                self.cancelled = True
+        if data.id in self.script:
+            raise self.script[data.id]
+        return [trajectory()]
+
+
+@pytest.mark.parametrize("end", ["with a result", "cancelled"])
+@pytest.mark.parametrize("withdrawn", [True, False], ids=["withdrawn", "kept"])
+async def test_what_takes_long_to_cancel_is_withdrawn_or_begins_again(end: str, withdrawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_mega.rollout.executor._CANCEL_S", 0.05)
+    setting = Setting(max_concurrent=2)
+    stubborn = setting.executor._workflows["train"] = Stubborn(context(), {"p0": asyncio.CancelledError()} if end == "cancelled" else {})  # type: ignore[index]
+    stubborn.hold("p0", "p1")
+    setting.executor.submit(tickets(prompts(2)), step=0, purpose="train")
+    await asyncio.sleep(0.01)
+    await setting.executor.suspend()
+    assert setting.executor.queued("train") == (0, 2, 0)
+    if withdrawn:
+        assert sorted(setting.executor.withdraw("train")) == [0, 1]
+    for gate in stubborn.gates.values():
+        gate.set()
+    await asyncio.sleep(0.05)
+    waiting, running, finished = setting.executor.queued("train")
+    assert running == 0 and waiting + finished == (0 if withdrawn else 2), "each ticket is in one place"
+    assert waiting == (end == "cancelled" and not withdrawn)
+    assert len(setting.store) == finished * 4, "what was withdrawn leaves nothing behind"
+    await setting.executor.close()
+
+
+async def test_a_workflow_that_ends_with_a_cancellation_of_its_own_has_failed() -> None:
+    setting = Setting()
+    setting.workflow.script["p0"] = lambda ctx: (_ for _ in ()).throw(asyncio.CancelledError())
+    setting.executor.submit(tickets(prompts(2)), step=0, purpose="train")
+    results = await setting.results(2)
+    assert (results["p0"].outcome, results["p1"].outcome) == ("failed", "group") and "CancelledError" in results["p0"].reason
+    await setting.executor.close()
+
+
+async def test_a_full_disk_ends_collection_and_leaves_nothing_of_the_group(tmp_path: Path) -> None:
+    """Of two members the first has room in memory, and the file of the second does not open."""
+    setting = Setting({"p0": [trajectory(), trajectory()]})
+    (tmp_path / "file").write_text("no folder")
+    size = sum(array.nbytes for array in trajectory().arrays().values())
+    setting.executor._store = store = TrajectoryStore("host:1", limit=size, folder=tmp_path / "file" / "spill")
+    setting.executor.submit(tickets(prompts(1)), step=0, purpose="train")
+    with pytest.raises(UserError, match=r"cannot write .* bytes of trajectories to .*spill \(Not a directory\).*raise rollout.store_mb"):
+        await setting.executor.collect(1, wait_s=30, purpose="train")
+    assert len(store) == store.nbytes == 0
     await setting.executor.close()
 
 

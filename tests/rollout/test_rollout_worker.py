@@ -127,7 +127,7 @@ async def test_evaluation_samples_by_its_own_settings(tokenizer_folder: Path) ->
         assert await client.call("collect", max_groups=1, wait_s=0.0, timeout_s=CALL_S) == []
 
 
-async def test_prompts_under_way_are_known(tokenizer_folder: Path) -> None:
+async def test_queues_and_the_longest_running_are_known(tokenizer_folder: Path) -> None:
     class Stuck(FakeEngine):
         async def generate(self, requests: Any) -> Any:
             await asyncio.Event().wait()
@@ -136,10 +136,39 @@ async def test_prompts_under_way_are_known(tokenizer_folder: Path) -> None:
         worker.use(Stuck())
         await client.call("submit", prompts=tickets(prompts(3)), step=0, timeout_s=CALL_S)
         await asyncio.sleep(0.05)
-        assert await client.call("under_way", timeout_s=CALL_S) == prompts(3)
         status = await client.call("status", timeout_s=CALL_S)
         assert status["queues"]["train"] == {"waiting": 2, "running": 1, "finished": 0}
         assert status["oldest"][0][0] == "p0"
+
+
+async def test_a_server_that_goes_while_its_worker_resumes_is_not_generated_with(tokenizer_folder: Path) -> None:
+    """It is healthy again later, with weights that nobody has sent it."""
+
+    class Server(FakeEngine):
+        healthy = asyncio.Event()
+
+        async def wait_healthy(self, deadline_s: float) -> None:
+            await self.healthy.wait()
+
+        async def probe(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+    async with serving(recipe(tokenizer_folder)) as (worker, client):
+        server: Any = Server()
+        worker.use(server)
+        worker._client = server
+        await worker.suspend()
+        resuming = asyncio.create_task(worker.resume(60.0))
+        await asyncio.sleep(0)
+        await worker.suspend()
+        server.healthy.set()
+        await resuming
+        await client.call("submit", prompts=tickets(prompts(1)), step=0, timeout_s=CALL_S)
+        await asyncio.sleep(0.05)
+        assert server.asked == []
+        await worker.resume(60.0)
+        assert set(await collect(client, 1)) == {"p0"}
 
 
 async def test_mistakes_of_the_user_reach_the_caller_as_such(tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_mega.core.errors import UserError
 from areal_mega.rollout.store import TrajectoryStore
 
 
@@ -78,6 +81,23 @@ def test_what_an_earlier_attempt_left_is_removed(tmp_path: Path) -> None:
     store = TrajectoryStore("host:1", limit=0, folder=tmp_path / "spill")
     store.put(arrays(1), "g/0/0")
     assert [path.name for path in (tmp_path / "spill").iterdir()] == ["0.raw"]
+
+
+def test_a_file_that_finds_no_room_is_removed(tmp_path: Path) -> None:
+    """A bound on the size of files stands in for a full disk."""
+    store = TrajectoryStore("host:1", limit=0, folder=tmp_path / "spill")
+    store.put(arrays(1), "g/0/0")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write 5,000 bytes .* \(File too large\) beside the 5 there; free space, or raise"):
+            store.put(arrays(1000), "g/1/0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in (tmp_path / "spill").iterdir()] == ["0.raw"] and store.nbytes == 5 and len(store) == 2
+    store.put(arrays(1000), "g/1/0")
 
 
 def test_missing_keys_are_named(store: TrajectoryStore) -> None:
