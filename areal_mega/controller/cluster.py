@@ -185,10 +185,10 @@ class Cluster:
             observer.note(line)
         workers = [clients[key] for key in self._keys("rollout")]
         train = TrainController([clients[key] for key in self._keys("train")], RankLayout(self._train), recipe, self._algorithm)
-        # Between two syncs sync.every_steps batches are consumed under one version.
         staleness = StalenessControl(
-            recipe.train.batch_size * recipe.sync.every_steps,
+            recipe.train.batch_size,
             recipe.staleness.max_staleness,
+            every=recipe.sync.every_steps,
             total=recipe.train.batch_size * recipe.run.steps,
         )
         rollout = RolloutController(workers, stream, staleness, recipe, self._algorithm)

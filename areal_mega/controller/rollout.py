@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -28,6 +28,13 @@ log = logging.getLogger(__name__)
 _POLL_S = 20.0
 _COLLECT = 256
 _STATUS_S = 5.0
+
+Wait = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
+
+
+async def simply(work: Coroutine[Any, Any, None]) -> None:
+    """Await ``work`` alone."""
+    await work
 
 
 class RolloutController:
@@ -98,10 +105,10 @@ class RolloutController:
         self._dispatch.generate_always()
         await self._pump()
 
-    async def set_version(self, version: int, step: int) -> None:
-        """The servers have new weights: more groups may start."""
+    async def set_version(self, version: int, step: int, *, scheduled: bool = True) -> None:
+        """The servers have new weights: more groups may start, where the schedule had them (`Dispatch.version_changed`)."""
         self._step = step
-        self._dispatch.version_changed(version)
+        self._dispatch.version_changed(version, scheduled=scheduled)
         await self._pump()
 
     def faulty(self) -> dict[int, str]:
@@ -137,8 +144,12 @@ class RolloutController:
         """Collect finished train episodes from every worker, for ever. Run as a task beside the training loop."""
         await gather_all(self._listen(client) for client in self._clients)
 
-    async def next_batch(self, groups: int) -> ReadyBatch:
+    async def next_batch(self, groups: int, wait: Wait = simply) -> ReadyBatch:
         """Wait for ``groups`` finished groups that survive the staleness bound, oldest submission first (hops 1 to 4).
+
+        Args:
+            wait: awaits that something comes in. It may give that up and return early, and until it returns no group is taken: what it
+                changes meanwhile (the version) concerns the whole batch.
 
         Raises:
             RolloutFailed: prompt after prompt ends without a usable group, or too many are poisoned.
@@ -149,14 +160,17 @@ class RolloutController:
             await self._pump()
             if batch is not None:
                 return batch
-            async with self._changed:
-                while not self._dispatch.takeable(groups):
-                    self._dispatch.check_progress()
-                    try:
-                        async with asyncio.timeout(self._timeout_s):
-                            await self._changed.wait()
-                    except TimeoutError:
-                        raise await self._stalled() from None
+            await wait(self._arrival(groups))
+
+    async def _arrival(self, groups: int) -> None:
+        async with self._changed:
+            while not self._dispatch.takeable(groups):
+                self._dispatch.check_progress()
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._changed.wait()
+                except TimeoutError:
+                    raise await self._stalled() from None
 
     async def release(self, groups: Sequence[Group]) -> None:
         """Let the workers forget what was trained on or thrown away."""
@@ -213,7 +227,9 @@ class RolloutController:
             results = await client.call("collect", max_groups=_COLLECT, wait_s=self._poll_s, timeout_s=self._timeout_s)
             for result in results:
                 self._tell(result)
-            if not results and not await self._end_overdue(client):
+            # Looked for at every answer: a worker that is never idle may have lost a prompt too.
+            ended = await self._end_overdue(client)
+            if not results and not ended:
                 continue
             await self._pump()
             async with self._changed:

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 TRAINED_FILE = "trained.jsonl"
 """In the run directory: the prompts (id and epoch) that each step was trained on."""
+_MOVED = ("late", "withdrawn", "refilled")
+"""Counts of groups that came too late to count, prompts that a dead server had, and prompts that the bound had generated again."""
 _WARMUP_CALL = 25
 """Supervised steps per call: few enough that progress is seen, many enough that the calls cost nothing."""
 
@@ -93,6 +95,10 @@ class Run:
         await self._push()
         await self.rollout.set_version(self.version, step=self.first_step)
         if self._resumed is not None:
+            # Its first step begins here: what the start took is none of that step's.
+            now = time.perf_counter()
+            self.observer.note(f"weights of version {self.version} sent; {now - self._step_started:.1f} s since the processes were ready")
+            self._metrics, self._step_started = [], now
             return
         if self.recipe.eval.at_start:
             await self._through_restarts(self._evaluate(), 0)
@@ -102,7 +108,7 @@ class Run:
     async def rollout_batch(self, step: int) -> ReadyBatch:
         """Wait for the groups of one train step."""
         clock = time.perf_counter()
-        ready = await self._through_restarts(self.rollout.next_batch(self.recipe.train.batch_size), step)
+        ready = await self.rollout.next_batch(self.recipe.train.batch_size, lambda arrival: self._or_catch_up(arrival, step))
         self._metrics.append({"time/wait_rollout": m.total(time.perf_counter() - clock)})
         self._histograms = {
             "staleness/age": ready.ages,
@@ -154,6 +160,8 @@ class Run:
             await self.recovery.save(done)
         if last or self.stop_asked:
             await self.recovery.finish()
+            if saved := m.results(merge(await self.recovery.drain())):  # no step's line is to come
+                self.observer.note(f"last recover checkpoint: {', '.join(f'{name} {value:.4g}' for name, value in saved.items())}")
         if self.stop_asked and not last:
             raise Stopped(f"ended after step {done} as asked, with everything saved; run.resume=true goes on")
         self._metrics += await self.recovery.drain()
@@ -166,7 +174,7 @@ class Run:
         await self.train.call("recover_load", place=str(point.path), counters=state["train"])
         self.first_step, self.version = int(state["step"]), int(state["version"])
         self.first_eval, self.last_eval = state["first_eval"], state["last_eval"]
-        self._tokens_seen = self.rollout.counts["tokens"]
+        self._tokens_seen, self._poisoned_seen = self.rollout.counts["tokens"], len(self.rollout.poisoned)
         self.observer.note(f"going on after step {self.first_step} from {point.path}, {time.perf_counter() - clock:.1f} s")
 
     def _state(self) -> dict[str, Any]:
@@ -195,12 +203,14 @@ class Run:
 
     async def _push(self) -> None:
         """Weights to every server, those included that were started again and have none yet."""
-        await self.servers.settled()
-        if not self.sync.members:
+        while True:
+            await self.servers.settled()
+            with self.servers.steady():
+                new = self.servers.admit()  # within: who died before is out, and who dies from here on ends the run
+                if self.sync.members:
+                    self._metrics.append(await self.sync.push(self.version))
+                    break
             await self.servers.revived()  # or the keeper gives the last one up, which ends the run
-        new = self.servers.admit()
-        with self.servers.steady():
-            self._metrics.append(await self.sync.push(self.version))
         self._steps_unsent = 0
         await self.servers.resume(new, self.version)
 
@@ -212,10 +222,23 @@ class Run:
         if self._steps_unsent:
             self.version += 1
         await self._push()
-        await self.rollout.set_version(self.version, step=step)
+        await self.rollout.set_version(self.version, step=step, scheduled=False)
+
+    async def _or_catch_up(self, arrival: Coroutine[Any, Any, None], step: int) -> None:
+        """Await ``arrival``, or end that wait for a server that comes back: never beside it, for a batch is of one version."""
+        task, revived = asyncio.ensure_future(arrival), asyncio.ensure_future(self.servers.revived())
+        try:
+            await asyncio.wait({task, revived}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in (task, revived):
+                each.cancel()
+            await asyncio.gather(task, revived, return_exceptions=True)
+        if not task.cancelled():
+            return task.result()
+        await self._catch_up(step)
 
     async def _through_restarts[T](self, work: Coroutine[Any, Any, T], step: int) -> T:
-        """Await ``work``, which leaves the trainer idle; a server that comes back meanwhile gets its weights."""
+        """Await ``work``, an evaluation, which leaves the trainer idle; a server that comes back meanwhile gets its weights."""
         task = asyncio.ensure_future(work)
         revived = asyncio.ensure_future(self.servers.revived())
         try:
@@ -283,7 +306,7 @@ class Run:
             metrics["rollout/tokens_per_s"] = m.last(generated / seconds)
             metrics["train/tokens"] = metrics["batch/trained_tokens"]
             metrics["throughput/samples_per_s"] = m.last(metrics["batch/samples"].value / seconds)
-            for name in ("rejected", "failed", "timed_out", "retried", "poisoned", "uniform", "lone", "dropped_samples"):
+            for name in ("rejected", "failed", "timed_out", "retried", "poisoned", "uniform", "lone", "dropped_samples", *_MOVED):
                 metrics[f"rollout/{name}"] = m.last(self.rollout.counts[name])
         lengths = {"rollout/length": self.rollout.drain_lengths()}
         self.observer.log(step, metrics, lengths | self._histograms)

@@ -33,6 +33,8 @@ _CHECKS = 4
 """Health checks within ``launch.server_health_timeout_s``, while they are answered."""
 _PAUSE_S = 5.0
 """Longest pause between two."""
+_NEWS_S = 10.0
+"""Within this the death of a server is known, on whatever machine it was."""
 _KILL_S = 60.0
 """SIGKILL works at once, except on a process that waits inside the kernel; the news may come from another machine."""
 
@@ -70,6 +72,8 @@ class ServerKeeper:
         """How often a server was started again."""
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._healthy: set[int] = set()
+        self._resuming: dict[int, asyncio.Task[None]] = {}
+        """Calls under way that let the workers of servers go on."""
         self._killed: dict[int, str] = {}
         """Who was killed, and has not been seen to die yet; why."""
         self._given_up: set[int] = set()
@@ -146,10 +150,32 @@ class ServerKeeper:
         return ranks
 
     async def resume(self, ranks: Sequence[int], version: int) -> None:
-        """These hold the weights of ``version``: their workers go on."""
+        """These hold the weights of ``version``: their workers go on. One that has died since is started once more, and is not back."""
         for rank in ranks:
-            await self._rollout.resume(rank, deadline_s=self._deadline_s)
-            self._say(f"server rank {rank} is back, with weights of version {version}")
+            if not self._is_gone(rank, version) and await self._resumed(rank, version):
+                self._say(f"server rank {rank} is back, with weights of version {version}")
+
+    def _is_gone(self, rank: int, version: int) -> bool:
+        """Whether a server that got ``version`` has lost it since."""
+        return rank in self._killed or self._sync.acknowledged(rank) != version
+
+    async def _resumed(self, rank: int, version: int) -> bool:
+        """Let the worker of ``rank`` go on; False where its server dies meanwhile (``_look`` ends the attempt)."""
+        task = self._resuming[rank] = asyncio.create_task(self._rollout.resume(rank, deadline_s=self._deadline_s))
+        try:
+            await asyncio.wait({task})
+            if not task.cancelled() and isinstance(task.exception(), RunFailed):
+                # The worker may meet a dead server before its death is known here.
+                end = time.monotonic() + _NEWS_S
+                while time.monotonic() < end and not self._is_gone(rank, version):  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
+            if self._is_gone(rank, version):
+                return False
+            await task
+            return True
+        finally:
+            del self._resuming[rank]
+            task.cancel()
 
     def _look(self) -> None:
         for (_, rank), death in self._launcher.losses():
@@ -167,6 +193,8 @@ class ServerKeeper:
                 self.restarts += 1
                 self._say(f"{what}; it is started again ({self.restarts} of {self._allowed})")
             self._sync.lose(rank)
+            if rank in self._resuming:
+                self._resuming[rank].cancel()
             self._healthy.discard(rank)
             if rank in self._starting:
                 self._starting[rank].cancel()

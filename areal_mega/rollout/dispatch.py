@@ -118,8 +118,19 @@ class Dispatch:
         self._stream.put_back(group.prompt for _, group in sorted(gone, key=lambda entry: entry[0]))
         self.counts["lost_groups"] += len(gone)
 
-    def version_changed(self, version: int) -> None:
-        """The servers have new weights: more groups may start, and no cached prefix is worth anything."""
+    def version_changed(self, version: int, *, scheduled: bool = True) -> None:
+        """The servers have new weights: more groups may start, and no cached prefix is worth anything.
+
+        Args:
+            scheduled: it ends an interval of ``sync.every_steps``; else no room comes with it.
+        """
+        if not scheduled:
+            self.staleness.unscheduled(version - self.version)
+        if version != self.version and self._batch.kept:
+            # They were bounded at the old version: what is left of them is not what the new one leaves.
+            self.ready += [(order, taken) for order, _, taken in self._batch.kept]
+            self._wanted += len(self._batch.kept)
+            self._batch = _Batch()
         self.version = version
         self.router.forget_prefixes()
 

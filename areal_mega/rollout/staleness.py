@@ -28,14 +28,16 @@ class StalenessControl:
 
     Args:
         batch_size: groups per train step (B).
+        every: train steps per version; B * every groups are consumed under one.
         max_staleness: bound in versions (η); 0 is synchronous.
         start_version: weight version at which the first train step consumes.
         total: groups that all steps of the run consume; more than the last step can use are never started. None: no end is known.
     """
 
-    def __init__(self, batch_size: int, max_staleness: int, *, start_version: int = 0, total: int | None = None) -> None:
-        assert batch_size > 0 and max_staleness >= 0
+    def __init__(self, batch_size: int, max_staleness: int, *, every: int = 1, start_version: int = 0, total: int | None = None) -> None:
+        assert batch_size > 0 and every > 0 and max_staleness >= 0
         self.batch_size, self.max_staleness, self.start_version, self.total = batch_size, max_staleness, start_version, total
+        self.every = every
         self.running = 0
         self.ready = 0
         self.consumed = 0
@@ -43,7 +45,7 @@ class StalenessControl:
     def capacity(self, version: int) -> int:
         """Groups that may be submitted now that the trainer's weights are at ``version``."""
         started = self.running + self.ready + self.consumed
-        most = (self.max_staleness + version - self.start_version + 1) * self.batch_size
+        most = (self.max_staleness + version - self.start_version + 1) * self.batch_size * self.every
         return max(0, (most if self.total is None else min(most, self.total)) - started)
 
     def on_submitted(self, n: int = 1) -> None:
@@ -67,19 +69,24 @@ class StalenessControl:
         self._leave("ready", n)
         self.consumed += n
 
+    def unscheduled(self, versions: int) -> None:
+        """So many of the versions to come end no interval of ``every`` steps (a server was given weights in between): they buy nothing."""
+        self.start_version += versions
+
     def snapshot(self) -> dict[str, int]:
         """What survives the controller: groups consumed. Running and ready ones live in workers, and are submitted again."""
-        return {"consumed": self.consumed, "start_version": self.start_version, "batch_size": self.batch_size}
+        return {"consumed": self.consumed, "start_version": self.start_version, "batch_size": self.batch_size, "every": self.every}
 
     def restore(self, snapshot: Mapping[str, int]) -> None:
         """Go on where a checkpoint was made. With nothing under way the counters are what they were at that step, no more.
 
-        The batch size may have changed: capacity speaks of groups *beyond* those trained so far, in batches of today's size. What does
-        not come out even (a checkpoint between two syncs, of several steps each) is rounded up: never above the bound.
+        Batch size and steps per version may have changed. The steps done count as steps of today's size, and the versions so far as those
+        that today's schedule would have made of them: what is left of the interval under way, and the bound beyond it, may start.
         """
         self.running = self.ready = 0
         self.consumed = -(-snapshot["consumed"] * self.batch_size // snapshot["batch_size"])
-        self.start_version = snapshot["start_version"]
+        made = snapshot["consumed"] // (snapshot["batch_size"] * snapshot["every"])
+        self.start_version = snapshot["start_version"] + made - self.consumed // (self.batch_size * self.every)
 
     def _leave(self, state: Literal["running", "ready"], n: int) -> None:
         have = getattr(self, state)

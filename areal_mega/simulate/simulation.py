@@ -118,10 +118,10 @@ class Simulation:
     now: float = field(default=0.0, init=False)
 
     def run(self, skip: int | None = None) -> Result:
-        """Run to the end. ``skip``: first steps left out of the rates; None: a fifth, and at least as many as the bound has versions."""
+        """Run to the end. ``skip``: first steps left out of the rates; None: a fifth, and at least those of the bound's versions."""
         self._prepare()
         if skip is None:
-            skip = min(self.steps - 1, max(self.recipe.staleness.max_staleness + 1, self.steps // 5))
+            skip = min(self.steps - 1, max((self.recipe.staleness.max_staleness + 1) * self.recipe.sync.every_steps, self.steps // 5))
         marks = (0.0, 0.0, 0.0) if skip == 0 else None
         while len(self._done) < self.steps:
             self._act()
@@ -137,8 +137,8 @@ class Simulation:
     def _prepare(self) -> None:
         recipe, setup = self.recipe, self.setup
         train, every = recipe.train, recipe.sync.every_steps
-        total = train.batch_size * (self.steps + recipe.staleness.max_staleness + 1)
-        staleness = StalenessControl(train.batch_size * every, recipe.staleness.max_staleness, total=total)
+        total = train.batch_size * (self.steps + (recipe.staleness.max_staleness + 1) * every)
+        staleness = StalenessControl(train.batch_size, recipe.staleness.max_staleness, every=every, total=total)
         rows = [{"id": str(i), "prompt": ""} for i in range(min(_ROWS, max(10 * train.batch_size, 2 * total)))]
         stream = PromptStream(rows, seed=self.seed, shuffle=False)
         self._dispatch = Dispatch(stream, staleness, DispatchSettings.of(recipe, self.algorithm))

@@ -6,6 +6,8 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -271,6 +273,57 @@ async def test_a_worker_that_never_ends_a_prompt_is_told_to_and_the_prompt_tried
         assert world.control.counts["timed_out"] >= 2
         assert all(w.cancelled for w in world.workers)
         assert sorted(world.submitted)[:4] == ["p0", "p0", "p1", "p1"]
+
+
+async def test_a_prompt_that_a_busy_worker_lost_is_found() -> None:
+    async with World(batch=2, eta=0, overlapped=False, rollout={"prompt_attempts": 2}) as world:
+        clocks = world.dispatch.settings
+        world.dispatch.settings = replace(clocks, deadline_s=0.2)
+        wanted = asyncio.create_task(world.control.next_batch(4))
+        await settle()
+        async with asyncio.timeout(20):
+            while not world.control.counts["timed_out"]:
+                # Every collection brings something: late answers of prompts that were given up long ago.
+                await world.workers[0].deliver(result(prompt(99), "rejected", reason="no", ticket=10_000))
+                await asyncio.sleep(0.01)
+        wanted.cancel()
+        await asyncio.gather(wanted, return_exceptions=True)
+
+
+async def test_a_batch_that_was_begun_under_another_version_is_bounded_anew() -> None:
+    """What the old bound left of a group would count tokens as trained that the new bound masks."""
+    async with World(batch=2, eta=1) as world:
+        await world.advance()
+        await world.workers[0].finish(members=[{"versions": {0: 1, 1: 2}}, {"versions": {1: 2}}])
+        await world.workers[0].finish(members=[{"versions": {0: 1}}, {"versions": {0: 1}}])
+        await settle()
+        world.version = 2
+        world.dispatch.version_changed(2)
+        assert world.dispatch.take(2) is None and len(world.dispatch._batch.kept) == 1, "the second is beyond the bound"
+        world.dispatch.version_changed(3, scheduled=False)
+        assert [len(world.dispatch.ready), world.dispatch._batch.kept, world.dispatch._batch.stale_tokens] == [1, [], 0]
+        assert world.dispatch.take(1) is None, "at version 3 nothing of the first is left either"
+        assert world.control.counts["refilled"] == 2
+
+
+async def test_a_wait_that_is_given_up_loses_nothing() -> None:
+    async with World(batch=2, eta=0) as world:
+        waits = 0
+
+        async def sometimes(work: Coroutine[Any, Any, None]) -> None:
+            nonlocal waits
+            waits += 1
+            task = asyncio.ensure_future(work)
+            await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if waits in (2, 3):
+                await world.workers[0].finish()
+                await settle()
+
+        async with asyncio.timeout(20):
+            ready = await world.control.next_batch(2, sometimes)
+        assert prompt_ids(ready) == ["p0", "p1"] and waits >= 3
 
 
 async def test_nothing_is_submitted_that_the_last_step_cannot_use() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ class World:
         self.versions, self.confirmed = {0: 5, 1: 5}, {0: 5, 1: 5}
         self.silent: set[int] = set()
         self.failing: dict[int, str] = {}
+        self.resuming: Callable[[int], Awaitable[None]] | None = None
         specs = server_specs([ProcessSpec(role=role, rank=rank, argv=["x"]) for role in ("train", "server") for rank in (1, 0)])
         peers: Any = [Peer(self, 0), Peer(self, 1)]
         self.keeper = ServerKeeper(
@@ -51,13 +52,14 @@ class World:
     def lose(self, rank: int) -> None:
         self.events.append(("lose", rank))
         self.members = [member for member in self.members if member != rank]
+        self.confirmed.pop(rank, None)
 
     def admit(self, rank: int) -> None:
         self.events.append(("admit", rank))
         self.members.append(rank)
 
     def acknowledged(self, rank: int) -> int:
-        return self.confirmed[rank]
+        return self.confirmed.get(rank, -1)
 
     def faulty(self) -> dict[int, str]:
         return self.failing
@@ -68,6 +70,8 @@ class World:
 
     async def resume(self, rank: int, *, deadline_s: float) -> None:
         self.events.append(("resume", rank))
+        if self.resuming is not None:
+            await self.resuming(rank)
 
     def die(self, rank: int, error: Exception | None = None) -> None:
         self.heal[rank].clear()
@@ -111,11 +115,62 @@ async def test_a_dead_server_is_started_and_waits_for_weights() -> None:
     with world.keeper.steady():
         assert world.surviving == []
     assert len(world.surviving) == 2
+    world.confirmed[1] = 7
     await world.keeper.resume((1,), 7)
     assert world.events == [("lose", 1), ("suspend", 1), ("launch", 1), ("healthy", 1), ("admit", 1), ("resume", 1)]
     assert world.said[0].startswith("server rank 1 died: killed by SIGKILL; ") and world.said[0].endswith("it is started again (1 of 1)")
     assert world.said[1] == "server rank 1 is back, with weights of version 7"
     await ended(watch)
+
+
+async def test_one_that_dies_before_its_worker_goes_on_is_not_back() -> None:
+    world = World(restarts=2)
+    watch = asyncio.create_task(world.keeper.watch())
+    await asyncio.sleep(0.1)
+    world.die(1)
+    await until(world, ("launch", 1))
+    world.heal[1].set()
+    await asyncio.wait_for(world.keeper.revived(), 30)
+    with world.keeper.steady():
+        new = world.keeper.admit()
+        world.confirmed[1] = 7
+    world.die(1)
+    await until(world, ("lose", 1), times=2)
+    await world.keeper.resume(new, 7)
+    assert ("resume", 1) not in world.events and not any("is back" in line for line in world.said) and not watch.done()
+    await ended(watch)
+
+
+@pytest.mark.parametrize("noticed", ["by the worker", "here"])
+async def test_one_that_dies_while_its_worker_goes_on_is_not_back(noticed: str) -> None:
+    world = World(restarts=2)
+    watch = asyncio.create_task(world.keeper.watch())
+    await asyncio.sleep(0.1)
+
+    async def dies(rank: int) -> None:
+        world.die(rank)
+        if noticed == "here":
+            await asyncio.Event().wait()
+        raise RunFailed("rollout rank 1: resume: ServerFault: connection failed")
+
+    world.resuming = dies
+    async with asyncio.timeout(30):
+        await world.keeper.resume((1,), 5)
+    assert world.events.count(("launch", 1)) <= 1 and ("lose", 1) in world.events
+    assert not any("is back" in line for line in world.said) and not watch.done()
+    await ended(watch)
+
+
+async def test_a_worker_that_cannot_go_on_with_a_server_that_lives_ends_the_run() -> None:
+    world = World(restarts=2)
+
+    async def fails(rank: int) -> None:
+        raise RunFailed("rollout rank 1: resume: ServerFault: it lies")
+
+    world.resuming = fails
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunFailed, match="it lies"):
+        patch.setattr("areal_mega.controller.servers._NEWS_S", 0.2)
+        await asyncio.wait_for(world.keeper.resume((1,), 5), 30)
 
 
 async def test_a_death_in_a_sync_that_fails_is_none_to_survive() -> None:

@@ -114,12 +114,14 @@ class Run:
 
     async def push(self) -> None:
         """As a run does it between two steps."""
-        await self.keeper.settled()
-        if not self.sync.members:
+        while True:
+            await self.keeper.settled()
+            with self.keeper.steady():
+                new = self.keeper.admit()
+                if self.sync.members:
+                    await self.sync.push(self.version)
+                    break
             await self.keeper.revived()
-        new = self.keeper.admit()
-        with self.keeper.steady():
-            await self.sync.push(self.version)
         await self.keeper.resume(new, self.version)
         await self.rollout.set_version(self.version, step=0)
 

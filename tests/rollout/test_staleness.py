@@ -195,6 +195,50 @@ def test_recovery_forgets_what_was_under_way_and_nothing_else(batch: int, eta: i
     assert larger.capacity(simulation.version) == (eta + 1) * (batch + 1)
 
 
+@given(
+    before=st.tuples(st.integers(1, 5), st.integers(1, 4)),
+    after=st.tuples(st.integers(1, 5), st.integers(1, 4)),
+    steps=st.integers(0, 30),
+    more=st.integers(1, 20),
+    eta=st.integers(0, 3),
+)
+@settings(deadline=None)
+def test_a_recovered_run_trains_all_its_steps_under_another_schedule(
+    before: tuple[int, int], after: tuple[int, int], steps: int, more: int, eta: int
+) -> None:
+    """Batch size and steps per version as (B, every) before and after: never a step for which nothing may start."""
+    (old, every), (new, then) = before, after
+    control = StalenessControl(old, eta, every=every, total=old * steps)
+    version = 0
+    for step in range(steps):
+        version = one_step(control, version, step, old, every)
+    restored = StalenessControl(new, eta, every=then, total=new * (steps + more))
+    restored.restore(control.snapshot())
+    rest = then - steps % then
+    assert restored.capacity(version) == new * min(more, eta * then + rest), "what is left of the interval, and the bound beyond it"
+    for step in range(steps, steps + more):
+        version = one_step(restored, version, step, new, then)
+    assert restored.capacity(version + 5) == 0
+
+
+def one_step(control: StalenessControl, version: int, step: int, batch: int, every: int) -> int:
+    """Train step ``step``; the version after it."""
+    assert control.capacity(version) >= batch
+    control.on_submitted(batch)
+    control.on_accepted(batch)
+    control.on_consumed(batch)
+    return version + ((step + 1) % every == 0)
+
+
+def test_a_version_that_no_schedule_made_buys_nothing() -> None:
+    control = StalenessControl(2, 1, every=3)
+    control.on_submitted(5)
+    before = control.capacity(4)
+    control.unscheduled(1)
+    assert control.capacity(5) == before
+    assert control.capacity(6) == before + 6, "the next scheduled one does"
+
+
 VERSIONS = st.lists(st.integers(0, 8), min_size=1, max_size=12)
 
 

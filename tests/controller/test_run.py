@@ -1,0 +1,151 @@
+"""What a run does between its processes: one version per batch, and measurements of a step that contain that step alone."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fake_workers import World, settle
+
+from areal_mega.algorithms.registry import algorithm_of
+from areal_mega.controller.recover import RecoverPoint
+from areal_mega.controller.run import Run
+from areal_mega.core import metrics as m
+from areal_mega.parallel.balance import CostModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Trainer:
+    """Train ranks that do nothing."""
+
+    async def call(self, method: str, **kwargs: Any) -> list[Any]:
+        return []
+
+
+class Sync:
+    """A push that takes a while, over as many servers as there are."""
+
+    def __init__(self) -> None:
+        self.members = [0]
+        self.pushed: list[int] = []
+
+    async def connect(self) -> None: ...
+
+    async def push(self, version: int) -> dict[str, Any]:
+        assert self.members, "nobody to send to"
+        self.pushed.append(version)
+        await settle()
+        return {"time/sync": m.total(60.0)}
+
+
+class Keeper:
+    """Servers that come back when a test says so."""
+
+    def __init__(self, sync: Sync) -> None:
+        self.sync = sync
+        self.back = asyncio.Event()
+        self.dying = 0
+        """So many times all members die just as weights are to be sent."""
+
+    async def settled(self) -> None: ...
+
+    async def revived(self) -> None:
+        await self.back.wait()
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        if self.dying:
+            self.dying -= 1
+            self.sync.members = []
+            asyncio.get_running_loop().call_later(0.01, self.back.set)
+        yield
+
+    def admit(self) -> tuple[int, ...]:
+        if not self.back.is_set():
+            return ()
+        self.back.clear()
+        self.sync.members = [0]
+        return (0,)
+
+    async def resume(self, ranks: tuple[int, ...], version: int) -> None: ...
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+
+    def log(self, step: int, metrics: Any, histograms: Any) -> None:
+        self.lines.append(m.results(metrics))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Cast:
+    def __init__(self, world: World, folder: Path, resumed: Any = None) -> None:
+        self.sync, self.log = Sync(), Log()
+        self.keeper = Keeper(self.sync)
+        parts: Any = {"train": Trainer(), "sync": self.sync, "servers": self.keeper, "observer": self.log, "resumed": resumed}
+        self.run = Run(
+            world.recipe,
+            algorithm_of(world.recipe),
+            rollout=world.control,
+            valid=[],
+            cost=CostModel(attention=0.0),
+            run_dir=folder,
+            **parts,
+        )
+
+
+async def test_a_version_that_comes_while_a_batch_is_awaited_bounds_all_of_it(tmp_path: Path) -> None:
+    async with World(batch=2, eta=0) as world:
+        cast = Cast(world, tmp_path)
+        cast.run._steps_unsent = 1
+        wanted = asyncio.create_task(cast.run.rollout_batch(0))
+        await settle()
+        room = world.staleness.capacity(world.dispatch.version)
+        cast.keeper.back.set()
+        await asyncio.sleep(0)
+        for _ in range(2):  # the batch is complete while weights are under way
+            await world.workers[0].finish(members=[{"versions": {0: 1, 1: 1}}, {"versions": {1: 2}}])
+        ready = await asyncio.wait_for(wanted, 20)
+        assert cast.sync.pushed == [1] and (cast.run.version, world.dispatch.version) == (1, 1)
+        assert ready.stale_tokens == 2 and {s.loss_tokens for group in ready.groups for s in group.samples} == {1, 2}
+        assert world.staleness.capacity(1) == room == 0, "this version ended no interval"
+
+
+async def test_who_dies_just_before_a_sync_is_waited_for(tmp_path: Path) -> None:
+    async with World(batch=2, eta=0) as world:
+        cast = Cast(world, tmp_path)
+        cast.keeper.dying = 1
+        await asyncio.wait_for(cast.run._push(), 20)
+        assert cast.sync.pushed == [0] and cast.sync.members == [0]
+
+
+async def test_the_first_step_after_a_resume_is_measured_alone(tmp_path: Path) -> None:
+    async with World(batch=2, eta=0) as world:
+        world.dispatch.poisoned["p7"] = "broken"
+        state = {"rollout": world.control.state(), "train": {}, "step": 4, "version": 4, "first_eval": None, "last_eval": None}
+    again = World(batch=2, eta=0, overlapped=False)
+
+    class Point(RecoverPoint):
+        def state(self) -> dict[str, Any]:
+            return state
+
+    async with again:
+        cast = Cast(again, tmp_path, Point(tmp_path, 4))
+        cast.run._step_started -= 1000
+        await cast.run.begin()
+        assert cast.sync.pushed == [4] and cast.run.first_step == 4
+        cast.run._metrics.append({"batch/trained_tokens": m.total(1), "batch/samples": m.total(1)})
+        cast.run._log(5)
+        [line] = cast.log.lines
+        assert "time/sync" not in line and line["time/total"] < 500
+        assert line["rollout/late"] == line["rollout/withdrawn"] == line["rollout/refilled"] == 0
+        assert not any("is poisoned" in note for note in cast.log.notes), "it was said before the resume"
+        assert any("weights of version 4 sent" in note for note in cast.log.notes)
