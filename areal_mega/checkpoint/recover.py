@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,15 +24,17 @@ from torch import Tensor
 from areal_mega.checkpoint.arrays import ArraySpec, ArrayStore
 from areal_mega.checkpoint.canonical import array_name, logical_arrays, spans
 from areal_mega.checkpoint.collective import Ranks
+from areal_mega.checkpoint.host_memory import Share, available, check_host_memory, machine
 from areal_mega.checkpoint.location import Location, publish
 from areal_mega.checkpoint.manifest import MANIFEST, Manifest, write_files
 from areal_mega.checkpoint.model import WRITERS, Checkpoint, fill_shard, owned_candidates, turn, write_shard
 from areal_mega.checkpoint.pool import run_units
-from areal_mega.core.errors import UserError
+from areal_mega.core.errors import RunFailed, UserError
 from areal_mega.models.family import Family
-from areal_mega.models.hf_config import HFConfig
+from areal_mega.models.hf_config import HFConfig, first_line
 from areal_mega.models.hf_io import model_files
 from areal_mega.models.ownership import Ownership, Shard
+from areal_mega.models.proof import prove_model, prove_table
 from areal_mega.models.table import KINDS, LOCAL, Naming
 from areal_mega.parallel.layout import RankLayout
 
@@ -54,7 +58,7 @@ class States(Protocol):
         """The local shard's ``kind`` in fp32 on rank ``dst``, perhaps live memory. Collective over the ranks that hold it together."""
 
     def fill(self, name: str, kind: str, whole: Tensor) -> None:
-        """Take ``kind`` of the local shard from an fp32 tensor of its shape."""
+        """Take ``kind`` of the local shard from an fp32 tensor of its shape. Called for several names at once, each by a thread."""
 
 
 class RecoverSave:
@@ -64,10 +68,11 @@ class RecoverSave:
         states: this rank's values.
         place: folder on storage that all ranks share.
         source: HuggingFace folder whose config, tokenizer and chat template are copied.
-        buffers: kept from one save to the next: new memory costs more than the copying.
+        buffers: host copies by name and kind, used again and added to. A caller that keeps them from one save to the next saves the cost
+            of new memory, which on a CPU exceeds that of the copying; one that gives an empty dict has the memory back when all is written.
 
     Raises:
-        UserError: ``place`` is taken, cannot be written, or has not enough free space (on every rank).
+        UserError: ``place`` is taken, cannot be written, or has not enough free space, or a machine has not enough memory (on every rank).
     """
 
     def __init__(
@@ -92,20 +97,23 @@ class RecoverSave:
         self._about = {"family": hf_config["model_type"], "strategy": str(layout.strategy)}
         self._files: Mapping[str, bytes] = {}
         ranks = Ranks(None, device if device.type == "cuda" else "cpu")
+        mine = _held(states, ownership, rank, naming)
+        fresh = [(name, kind) for name, _, writer in mine if writer == rank for kind in KINDS if (name, kind) not in buffers]
+        needed = sum(4 * math.prod(states.shapes[name]) for name, _ in fresh)
+        shares: list[Share] = [(where, nbytes) for where, nbytes in ranks.gather([machine(), needed])]
         with ranks.together("make room for the recover checkpoint"):
+            check_host_memory(shares, machine(), available())
             if rank == 0:
                 self._files = model_files(source)
                 _make_room(self._target, self._specs, self._files)
         self._copies: list[tuple[str, Shard, Tensor]] = []
-        for number, shard in enumerate(owned_candidates(ownership)):
-            writer, name = turn(ownership, shard, number), naming.name(shard.param)
-            if rank not in ownership.holders(shard.param, shard.rank) or not states.holds_with(name, writer):
-                continue
+        for name, shard, writer in mine:
             for kind in KINDS:
                 whole = states.whole(name, kind, writer)
                 if whole is not None:
-                    copy = buffers.setdefault((name, kind), torch.empty(whole.shape))
-                    self._copies.append((kind, shard, copy.copy_(whole)))
+                    if (name, kind) not in buffers:
+                        buffers[name, kind] = torch.empty(whole.shape)
+                    self._copies.append((kind, shard, buffers[name, kind].copy_(whole)))
         self.nbytes = sum(copy.nbytes for _, _, copy in self._copies)
         self._error: Exception | None = None
         self.write_s = 0.0
@@ -118,11 +126,18 @@ class RecoverSave:
 
         Raises:
             UserError: it could not be (a full disk, say).
+            RunFailed: anything else went wrong; names rank and place.
         """
         if self._thread.is_alive():
             return False
-        if self._error is not None:
+        if isinstance(self._error, UserError):
             raise self._error
+        if self._error is not None:
+            why = type(self._error).__name__ + (f": {first_line(self._error)}" if str(self._error) else "")
+            raise RunFailed(
+                f"train rank {self._rank} could not write its part of {self._target}: {why}; see that the machine has memory and that the "
+                "place can be written, then go on from the checkpoint before with run.resume=true"
+            ) from self._error
         return True
 
     def commit(self, state: str) -> None:
@@ -165,21 +180,43 @@ def load_recovered(
     """Fill one rank's weights and moments from a recover checkpoint that any strategy wrote. Not collective.
 
     Raises:
-        UserError: it is incomplete, or of another model.
+        UserError: it is incomplete, of another model, or holds a value that is not finite.
+        TableMismatch: the model and the family's table disagree.
     """
     table = family.table(hf_config)
     ownership = Ownership(table, layout)
+    prove_table(table, ownership)
+    shapes = states.shapes
+    prove_model(shapes.items(), ownership, rank, naming)
     owners = {param.hf: param for param in table.exported}
+
+    def fill(kind: str, checkpoint: Checkpoint, shard: Shard) -> None:
+        name, owner = naming.name(shard.param), owners[shard.param.hf]
+        whole = torch.full(shapes[name], float("nan"))
+        fill_shard(checkpoint, owner, spans(owner, shard.size, shard.rank), whole)
+        if not bool(torch.isfinite(whole).all()):
+            raise UserError(f"{place / kind}: {array_name(owner)} holds NaN or infinity; resume from an earlier checkpoint")
+        states.fill(name, kind, whole)
+
     for kind in KINDS:
         checkpoint = Checkpoint(place / kind, check=False)
         checkpoint.check_arrays(table)
-        for shard in ownership.shards(rank):
-            name, owner = naming.name(shard.param), owners[shard.param.hf]
-            whole = torch.full(states.shapes[name], float("nan"))
-            fill_shard(checkpoint, owner, spans(owner, shard.size, shard.rank), whole)
-            if not bool(torch.isfinite(whole).all()):
-                raise UserError(f"{place / kind}: {array_name(owner)} holds NaN or infinity; resume from an earlier checkpoint")
-            states.fill(name, kind, whole)
+        run_units(
+            ownership.shards(rank),
+            partial(fill, kind, checkpoint),
+            workers=WRITERS,
+            cost=lambda shard: 4 * math.prod(shapes[naming.name(shard.param)]),
+        )
+
+
+def _held(states: States, ownership: Ownership, rank: int, naming: Naming) -> list[tuple[str, Shard, int]]:
+    """By name, the shards whose state this rank holds, alone or together with the rank that writes it; and that rank."""
+    held = []
+    for number, shard in enumerate(owned_candidates(ownership)):
+        writer, name = turn(ownership, shard, number), naming.name(shard.param)
+        if rank in ownership.holders(shard.param, shard.rank) and states.holds_with(name, writer):
+            held.append((name, shard, writer))
+    return held
 
 
 def below(place: Location, name: str) -> Location:

@@ -106,15 +106,14 @@ class WeightSync:
         self._changed = True
 
     async def connect(self) -> None:
-        """Let the train ranks plan what they send, and form the groups.
-
-        Raises:
-            DeadlineExceeded: names who did not join.
-        """
+        """Let the train ranks plan what they send. The groups are formed by the first push, when nobody may come or go."""
+        # What an attempt left that was killed in mid-sync.
+        if self._section.transport == "disk" and self._folder.exists():
+            await asyncio.to_thread(shutil.rmtree, self._folder)
         by_stage = self._section.transport == "collective" and all(able.several_groups for able in self._capabilities)
         answers = await self._train.call("sync_plan", by_stage=by_stage)
         self._plans = {rank: tuple(WireSpec(**spec) for spec in specs) for rank, specs in enumerate(answers) if specs}
-        await self._form_groups()
+        self._changed = True
 
     async def _form_groups(self) -> None:
         """Groups per membership, under names of their own: rank 0 the sender, then every server's ranks in order."""
@@ -238,13 +237,16 @@ class WeightSync:
 
     async def _over_disk(self, version: int) -> _Sent:
         folder = self._folder / f"v{version}"
-        answers = await self._all(self._train.calls("sync_write", version=version, folder=str(folder)), "writing weights")
-        written = time.perf_counter()
+        done = False
         try:
+            answers = await self._all(self._train.calls("sync_write", version=version, folder=str(folder)), "writing weights")
+            written = time.perf_counter()
             await self._each("reading weights", "update_from_disk", str(folder), version)
             load_s = time.perf_counter() - written
+            done = True
         finally:
-            await asyncio.to_thread(shutil.rmtree, folder)
+            # After a failure a rank may still be writing there; what that leaves, the next ``connect`` removes.
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=not done)
         return _sent(answers, load_s)
 
     async def _verify(self, version: int, digests: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_mega.rollout.continuation import Partial, checked, sampling_params
+from areal_mega.rollout.continuation import Partial, checked, readable, sampling_params
 from areal_mega.rollout.generation import Generator
 from areal_mega.rollout.inference import (
     Capabilities,
@@ -77,7 +77,8 @@ class InferenceClient:
             if fault.is_refusal:  # a server without a tokenizer
                 return None
             raise
-        return str(answer["text"])
+        with readable(self.base_url, "/detokenize", answer):
+            return str(answer["text"])
 
     async def abort_all(self) -> None:
         """End every request on the server, of whatever client; those of this client come back with ``abort``."""
@@ -107,8 +108,10 @@ class InferenceClient:
         server = await self._transport.request("GET", "/server_info", fallback="/get_server_info")
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True}
         sample = await self._transport.request("POST", "/generate", body, timeout_s=_PROBE_S)
-        self._spans = "weight_versions" in sample["meta_info"]
-        engine = str(server.get("engine", "sglang"))
+        with readable(self.base_url, "/generate", sample):
+            self._spans = "weight_versions" in sample["meta_info"]
+        with readable(self.base_url, "/server_info", server):
+            engine = str(server.get("engine", "sglang"))
         return Capabilities(
             engine=engine,
             version=str(server.get("version", "unknown")),
@@ -134,11 +137,13 @@ class InferenceClient:
         if length is None:
             try:
                 models = await self._transport.request("GET", "/v1/models")
-                length = models["data"][0].get("max_model_len")
+                with readable(self.base_url, "/v1/models", models):
+                    length = models["data"][0].get("max_model_len")
             except ServerFault as fault:
                 if fault.status != 404:
                     raise
-        known = [int(n) for n in (length, server.get("max_total_num_tokens"), server.get("max_req_input_len")) if n is not None]
+        with readable(self.base_url, "/server_info", server):
+            known = [int(n) for n in (length, server.get("max_total_num_tokens"), server.get("max_req_input_len")) if n is not None]
         return min(known, default=None)
 
     async def _has_sessions(self) -> bool:
@@ -239,18 +244,20 @@ class InferenceClient:
             ServerFault: it reports none by HuggingFace name (``Capabilities.hf_digests``).
         """
         answer = await self._transport.request("POST", "/weights_checker", {"action": "checksum"})
-        if "hf_digest" not in answer:
-            raise ServerFault(self.base_url, "/weights_checker reports no digests by HuggingFace name")
-        version = parse_version(self.base_url, answer["weight_version"])
-        return ServerDigest(weight_version=version, combined=answer["hf_digest"], tensors=answer["hf_digests"])
+        with readable(self.base_url, "/weights_checker", answer):
+            if "hf_digest" not in answer:
+                raise ServerFault(self.base_url, "/weights_checker reports no digests by HuggingFace name")
+            version = parse_version(self.base_url, answer["weight_version"])
+            return ServerDigest(weight_version=version, combined=answer["hf_digest"], tensors=answer["hf_digests"])
 
     async def checksums(self) -> dict[str, str]:
         """Checksums of the server's own (fused) parameters, as ``rank/name``: equal weights, equal checksums, on servers of one kind."""
         answer = await self._transport.request("POST", "/weights_checker", {"action": "checksum"})
-        ranks = answer.get("ranks")
-        if not ranks:
-            raise ServerFault(self.base_url, f"/weights_checker reports no checksums: {answer.get('message')}")
-        return {f"{rank}/{name}": str(value) for rank, part in enumerate(ranks) for name, value in part["checksums"].items()}
+        with readable(self.base_url, "/weights_checker", answer):
+            ranks = answer.get("ranks")
+            if not ranks:
+                raise ServerFault(self.base_url, f"/weights_checker reports no checksums: {answer.get('message')}")
+            return {f"{rank}/{name}": str(value) for rank, part in enumerate(ranks) for name, value in part["checksums"].items()}
 
     async def _success(self, path: str, body: Mapping[str, Any]) -> None:
         answer = await self._transport.request("POST", path, body)

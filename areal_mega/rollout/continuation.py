@@ -6,7 +6,8 @@ import base64
 import binascii
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from areal_mega.rollout.inference import FinishReason, GenerateRequest, Generation, Segment, ServerFault, parse_version
 
+_GENERATE = "/generate"
 _MAX_EMPTY = 20
 """Aborts in a row that brought no token, after which the server is taken for broken."""
 
@@ -95,6 +97,73 @@ class Partial:
         )
 
 
+# What can be believed, of any engine.
+
+
+@contextmanager
+def readable(base_url: str, path: str, answer: Any, *, parts: bool = False) -> Iterator[None]:
+    """Reading ``answer`` of ``path`` within: what is missing or of another kind becomes a ``ServerFault``.
+
+    Args:
+        parts: parts are taken out of it: what fails is one that is not there.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        what = (
+            f"answered without {error}" if parts else f"answered what cannot be read ({type(error).__name__}: {error}): {str(answer)[:200]}"
+        )
+        raise ServerFault(base_url, f"{path} {what}") from error
+
+
+def segment(
+    base_url: str,
+    path: str,
+    partial: Partial,
+    *,
+    ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    versions: Sequence[int],
+    kind: Any,
+    matched: int | str | None,
+    text: str,
+    routed_experts: np.ndarray | None = None,
+) -> Segment:
+    """What ``path`` answered for ``partial``; read it within ``readable``.
+
+    Raises:
+        ServerFault: arrays of unequal lengths, a log-probability that is no number, more tokens than asked for, an end that is unknown,
+            a version older than that of the tokens before.
+    """
+    if kind not in ("stop", "length", "abort"):
+        raise ServerFault(base_url, f"{path} ended with {kind!r}, which is unknown")
+    if len(logprobs) != len(ids):
+        raise ServerFault(base_url, f"{path} answered {len(ids)} tokens but {len(logprobs)} log-probabilities")
+    numbers = [lp for lp in logprobs if lp is not None and math.isfinite(lp)]
+    if len(numbers) != len(ids):
+        raise ServerFault(base_url, f"{path} answered a log-probability that is not a finite number (NaN in the model?)")
+    if len(ids) > partial.left:
+        raise ServerFault(base_url, f"{path} answered {len(ids)} tokens, more than asked for")
+    for before, after in pairwise([*partial.versions[-1:], *versions]):
+        if after < before:
+            raise ServerFault(base_url, f"{path} answered tokens of weight version {after} after tokens of version {before}")
+    return Segment(
+        ids=ids, logprobs=numbers, versions=versions, kind=kind, matched=matched, text=text, routed_experts=routed_experts
+    )  # fmt: skip
+
+
+def spanned(base_url: str, spans: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+    """Weight version of each of ``count`` tokens, from spans that must cover all of them."""
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions):
+            raise ServerFault(base_url, f"weight_versions {spans} leave a gap at token {len(versions)}")
+        versions += [parse_version(base_url, span["version"])] * (span["end"] - span["start"])
+    if len(versions) != count:
+        raise ServerFault(base_url, f"weight_versions {spans} cover {len(versions)} of {count} tokens")
+    return versions
+
+
 # SGLang's form of requests and answers.
 
 
@@ -111,15 +180,6 @@ def sampling_params(partial: Partial) -> dict[str, Any]:
 
 
 def checked(base_url: str, partial: Partial, answer: Any, version_when_sent: int, experts_from: int = 0) -> Segment:
-    """``_checked``, whatever is in the answer's place."""
-    try:
-        return _checked(base_url, partial, answer, version_when_sent, experts_from)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a part that is there, but of another kind
-        what = f"{type(error).__name__}: {error}"
-        raise ServerFault(base_url, f"/generate answered what cannot be read ({what}): {str(answer)[:200]}") from error
-
-
-def _checked(base_url: str, partial: Partial, answer: Any, version_when_sent: int, experts_from: int) -> Segment:
     """An answer of SGLang's protocol, if it can be believed.
 
     Args:
@@ -127,54 +187,32 @@ def _checked(base_url: str, partial: Partial, answer: Any, version_when_sent: in
         experts_from: position of the first row of ``routed_experts``.
 
     Raises:
-        ServerFault: a missing part, arrays of unequal lengths, a log-probability that is no number, spans that do not cover,
-            a version older than that of the tokens before.
+        ServerFault: a missing part or one of another kind; see also ``segment``.
     """
-    try:
-        meta, ids = answer["meta_info"], list(answer["output_ids"])
-        entries, finish = meta["output_token_logprobs"], meta["finish_reason"]
-        kind = finish["type"]
-    except (KeyError, TypeError) as error:
-        raise ServerFault(base_url, f"/generate answered without {error}") from None
-    if kind not in ("stop", "length", "abort"):
-        raise ServerFault(base_url, f"/generate ended with {kind!r}, which is unknown")
-    if kind == "abort" and finish.get("status_code"):
-        raise ServerFault(base_url, f"/generate was aborted: {finish.get('message')}", status=int(finish["status_code"]))
-    if len(entries) != len(ids) or any(entry[1] != token for entry, token in zip(entries, ids, strict=True)):
-        raise ServerFault(base_url, f"/generate answered {len(ids)} tokens but log-probabilities of {len(entries)} others")
-    logprobs = [entry[0] for entry in entries]
-    if any(lp is None or not math.isfinite(lp) for lp in logprobs):
-        raise ServerFault(base_url, "/generate answered a log-probability that is not a finite number (NaN in the model?)")
-    if len(ids) > partial.left:
-        raise ServerFault(base_url, f"/generate answered {len(ids)} tokens, more than asked for")
-    versions = _versions(base_url, meta, len(ids), version_when_sent)
-    for before, after in pairwise([*partial.versions[-1:], *versions]):
-        if after < before:
-            raise ServerFault(base_url, f"/generate answered tokens of weight version {after} after tokens of version {before}")
-    return Segment(
-        ids=ids,
-        logprobs=logprobs,
-        versions=versions,
-        kind=kind,
-        matched=finish.get("matched"),
-        text=str(answer.get("text", "")),
-        routed_experts=_experts(base_url, partial, meta, len(ids), experts_from) if partial.request.routed_experts else None,
-    )
-
-
-def _versions(base_url: str, meta: Mapping[str, Any], count: int, version_when_sent: int) -> list[int]:
-    """Weight version of each token. Servers without spans say only which version ended the request: the older bound is taken."""
-    spans = meta.get("weight_versions")
-    if spans is None:
-        return [min(version_when_sent, parse_version(base_url, meta["weight_version"]))] * count
-    versions: list[int] = []
-    for span in spans:
-        if span["start"] != len(versions):
-            raise ServerFault(base_url, f"weight_versions {spans} leave a gap at token {len(versions)}")
-        versions += [parse_version(base_url, span["version"])] * (span["end"] - span["start"])
-    if len(versions) != count:
-        raise ServerFault(base_url, f"weight_versions {spans} cover {len(versions)} of {count} tokens")
-    return versions
+    with readable(base_url, _GENERATE, answer):
+        with readable(base_url, _GENERATE, answer, parts=True):
+            meta, ids = answer["meta_info"], list(answer["output_ids"])
+            entries, finish = meta["output_token_logprobs"], meta["finish_reason"]
+            kind = finish["type"]
+        if kind == "abort" and finish.get("status_code"):
+            raise ServerFault(base_url, f"{_GENERATE} was aborted: {finish.get('message')}", status=int(finish["status_code"]))
+        if len(entries) != len(ids) or any(entry[1] != token for entry, token in zip(entries, ids, strict=True)):
+            raise ServerFault(base_url, f"{_GENERATE} answered {len(ids)} tokens but log-probabilities of {len(entries)} others")
+        spans = meta.get("weight_versions")
+        # Servers without spans say only which version ended the request: the older bound is taken.
+        bound = min(version_when_sent, parse_version(base_url, meta["weight_version"])) if spans is None else 0
+        return segment(
+            base_url,
+            _GENERATE,
+            partial,
+            ids=ids,
+            logprobs=[entry[0] for entry in entries],
+            versions=[bound] * len(ids) if spans is None else spanned(base_url, spans, len(ids)),
+            kind=kind,
+            matched=finish.get("matched"),
+            text=str(answer.get("text", "")),
+            routed_experts=_experts(base_url, partial, meta, len(ids), experts_from) if partial.request.routed_experts else None,
+        )
 
 
 def _experts(base_url: str, partial: Partial, meta: Mapping[str, Any], count: int, start: int) -> np.ndarray | None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_mega.rollout.continuation import Partial
+from areal_mega.rollout.continuation import Partial, readable, segment, spanned
 from areal_mega.rollout.generation import Generator
 from areal_mega.rollout.inference import (
     Capabilities,
@@ -98,11 +98,13 @@ class VLLMClient:
 
     async def _decode(self, ids: Sequence[int]) -> str | None:
         try:
-            return str((await self._transport.request("POST", "/detokenize", {"tokens": list(ids)}))["prompt"])
+            answer = await self._transport.request("POST", "/detokenize", {"tokens": list(ids)})
         except ServerFault as fault:
             if fault.is_refusal:  # a server without a tokenizer
                 return None
             raise
+        with readable(self.base_url, "/detokenize", answer):
+            return str(answer["prompt"])
 
     async def abort_all(self) -> None:
         """End every request on the server, of whatever client; those of this client come back with ``abort``."""
@@ -121,7 +123,9 @@ class VLLMClient:
             # The engine waits for the sender's bytes and answers nothing else meanwhile; that its process lives is all there is to learn.
             await self._transport.request("GET", "/health", plain=True)
             return self._version
-        self._version = parse_version(self.base_url, str((await self._transport.request("GET", "/weight_info"))["weight_version"]))
+        info = await self._transport.request("GET", "/weight_info")
+        with readable(self.base_url, "/weight_info", info):
+            self._version = parse_version(self.base_url, str(info["weight_version"]))
         return self._version
 
     async def probe(self) -> Capabilities:
@@ -130,23 +134,29 @@ class VLLMClient:
         Raises:
             ServerFault: it lacks what cannot be done without: the routes for weights, or log-probabilities at the sampling temperature.
         """
-        version = str((await self._transport.request("GET", "/version"))["version"])
+        answer = await self._transport.request("GET", "/version")
+        with readable(self.base_url, "/version", answer):
+            version = str(answer["version"])
         if not await self._has_route("/start_weight_update"):
             raise ServerFault(self.base_url, f"vLLM {version} has no /start_weight_update; start it with VLLM_SERVER_DEV_MODE=1")
-        models = (await self._transport.request("GET", "/v1/models"))["data"]
+        models = await self._transport.request("GET", "/v1/models")
+        with readable(self.base_url, "/v1/models", models):
+            context = models["data"][0].get("max_model_len")
         held = await self.weight_version()
         flat, sharp, cut = [await self._first_token(t, k) for t, k in ((_FLAT, -1), (1.0, -1), (_FLAT, 1))]
         self._spans = all("weight_versions" in choice for choice in (flat, sharp, cut))
-        if math.isclose(_likeliest(flat), _likeliest(sharp), abs_tol=1e-6):
+        with readable(self.base_url, _GENERATE, flat):
+            most = [_likeliest(choice) for choice in (flat, sharp, cut)]
+        if math.isclose(most[0], most[1], abs_tol=1e-6):
             remedy = "start vLLM with --logprobs-mode=processed_logprobs"
             raise ServerFault(self.base_url, f"its log-probabilities are not at the sampling temperature; {remedy}")
         # Of the one token that top-k 1 leaves: 0 after the cut, as likely as without it before.
-        self._whole = math.isclose(_likeliest(cut), _likeliest(flat), abs_tol=0.1)
+        self._whole = math.isclose(most[2], most[0], abs_tol=0.1)
         return Capabilities(
             engine="vllm",
             version=version,
             weight_version=str(held),
-            max_context=models[0].get("max_model_len"),
+            max_context=context,
             update_sessions=True,
             version_spans=self._spans,
             hf_digests=await self._plugged_in(),
@@ -160,7 +170,8 @@ class VLLMClient:
         """The choice of a one-token answer, with the likeliest tokens' log-probabilities."""
         params = {"max_tokens": 1, "temperature": temperature, "top_k": top_k, "logprobs": 2, "seed": 0}
         answer = await self._transport.request("POST", _GENERATE, {"token_ids": list(_PROBE), "sampling_params": params})
-        return dict(answer["choices"][0])
+        with readable(self.base_url, _GENERATE, answer):
+            return dict(answer["choices"][0])
 
     async def _plugged_in(self) -> bool:
         """Whether the workers run the plug-in. A method that they do not have is 500."""
@@ -263,8 +274,10 @@ class VLLMClient:
         from areal_mega.sync.digest import combine
 
         answers = await self._call_workers("areal_mega_digests")
-        tensors = {str(name): str(value) for name, value in answers[0]["digests"].items()}
-        if any(answer["digests"] != tensors for answer in answers):
+        with readable(self.base_url, "/collective_rpc", answers):
+            tensors = {str(name): str(value) for name, value in answers[0]["digests"].items()}
+            differ = any(answer["digests"] != tensors for answer in answers)
+        if differ:
             raise ServerFault(self.base_url, f"its {len(answers)} workers received different weights")
         return ServerDigest(weight_version=await self.weight_version(), combined=combine(tensors), tensors=tensors)
 
@@ -274,11 +287,13 @@ class VLLMClient:
         Those that a CPU has packed away are left out: all of them have the checksum of no bytes.
         """
         answer = await self._transport.request("POST", "/weight_checker", {"action": "checksum"})
-        return {str(name): str(value) for name, value in answer["checksums"].items() if value != _NO_BYTES}
+        with readable(self.base_url, "/weight_checker", answer):
+            return {str(name): str(value) for name, value in answer["checksums"].items() if value != _NO_BYTES}
 
     async def _call_workers(self, method: str) -> list[dict[str, Any]]:
         answer = await self._transport.request("POST", "/collective_rpc", {"method": method})
-        return list(answer["results"])
+        with readable(self.base_url, "/collective_rpc", answer):
+            return list(answer["results"])
 
     async def _waiting(self, path: str, body: Mapping[str, Any]) -> None:
         """A call in which the whole engine waits for other members of the group."""
@@ -326,45 +341,27 @@ def checked(base_url: str, partial: Partial, answer: Any, version_bound: int | N
         version_bound: version of all tokens, for a server that reports no spans; None: it reports them.
 
     Raises:
-        ServerFault: a missing part, arrays of unequal lengths, a log-probability that is no number, spans that do not cover.
+        ServerFault: a missing part or one of another kind; see also ``segment``.
     """
-    try:
-        [choice] = answer["choices"]
-        ids, kind, reason = list(choice["token_ids"]), choice["finish_reason"], choice["stop_reason"]
-        logprobs, text = [entry["logprob"] for entry in choice["logprobs"]["content"]], str(choice["text"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ServerFault(base_url, f"{_GENERATE} answered without {error}") from None
-    if kind not in ("stop", "length", "abort"):
-        raise ServerFault(base_url, f"{_GENERATE} ended with {kind!r}, which is unknown")
-    if len(logprobs) != len(ids):
-        raise ServerFault(base_url, f"{_GENERATE} answered {len(ids)} tokens but {len(logprobs)} log-probabilities")
-    if any(lp is None or not math.isfinite(lp) or lp <= _FLOOR for lp in logprobs):
-        raise ServerFault(base_url, f"{_GENERATE} answered a log-probability that is not a finite number (NaN in the model?)")
-    if len(ids) > partial.left:
-        raise ServerFault(base_url, f"{_GENERATE} answered {len(ids)} tokens, more than asked for")
-    if kind == "stop" and reason is None and ids:
-        reason = ids[-1]  # the model's own end-of-sequence token is not named
-    return Segment(
-        ids=ids,
-        logprobs=logprobs,
-        versions=_versions(base_url, choice, len(ids)) if version_bound is None else [version_bound] * len(ids),
-        kind=kind,
-        matched=reason,
-        text=text,
-    )
-
-
-def _versions(base_url: str, choice: Mapping[str, Any], count: int) -> list[int]:
-    """Weight version of each token, from spans that must cover all of them."""
-    spans = choice.get("weight_versions") or []
-    versions: list[int] = []
-    for span in spans:
-        if span["start"] != len(versions):
-            raise ServerFault(base_url, f"weight_versions {spans} leave a gap at token {len(versions)}")
-        versions += [parse_version(base_url, span["version"])] * (span["end"] - span["start"])
-    if len(versions) != count:
-        raise ServerFault(base_url, f"weight_versions {spans} cover {len(versions)} of {count} tokens")
-    return versions
+    with readable(base_url, _GENERATE, answer):
+        with readable(base_url, _GENERATE, answer, parts=True):
+            [choice] = answer["choices"]
+            ids, kind, reason = list(choice["token_ids"]), choice["finish_reason"], choice["stop_reason"]
+            logprobs, text = [entry["logprob"] for entry in choice["logprobs"]["content"]], str(choice["text"])
+        if kind == "stop" and reason is None and ids:
+            reason = ids[-1]  # the model's own end-of-sequence token is not named
+        spans = choice.get("weight_versions") or []
+        return segment(
+            base_url,
+            _GENERATE,
+            partial,
+            ids=ids,
+            logprobs=[None if lp is None or lp <= _FLOOR else lp for lp in logprobs],
+            versions=spanned(base_url, spans, len(ids)) if version_bound is None else [version_bound] * len(ids),
+            kind=kind,
+            matched=reason,
+            text=text,
+        )
 
 
 def _likeliest(choice: Mapping[str, Any]) -> float:

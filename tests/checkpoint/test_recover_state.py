@@ -11,7 +11,9 @@ import recover_cases as cases
 from ranks import run_ranks
 from tiny_models import tiny_model
 
+from areal_mega.checkpoint.host_memory import available, check_host_memory
 from areal_mega.checkpoint.model import Checkpoint
+from areal_mega.core.errors import UserError
 from areal_mega.parallel.strategy import parse
 
 ADAM = {"lr": 1e-2, "warmup_steps": 1, "schedule": "linear", "weight_decay": 0.1, "clip_grad": 0.5, "eps": 1e-3}
@@ -66,3 +68,47 @@ def test_a_run_that_made_no_update_goes_on_too(tmp_path: Path, distributed: bool
     assert after[0]["digest"] == before[0]["digest"] and after[0]["norms"] == before[0]["norms"]
     for name, weight in before[0]["weights"].items():
         assert np.array_equal(after[0]["weights"][name], weight), name
+
+
+def test_copies_that_do_not_fit_into_memory_are_refused_on_every_rank(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "model", "qwen3"))
+    ranks = ran(cases.short_of_memory, "megatron:d2", folder=folder, place=str(tmp_path))
+    total = sum(rank["nbytes"] for rank in ranks)
+    for rank in ranks:
+        assert rank["message"].startswith(f"a recover checkpoint copies {total / 1e9:.2f} GB of 2 ranks to the memory of ")
+        assert "set checkpoint.recover_every_steps=0" in rank["message"] and "\n" not in rank["message"]
+
+
+def test_free_memory_is_read_and_summed_by_machine() -> None:
+    free = available()
+    assert free is not None and 10**6 < free < 10**15
+    shares = [("here", 60), ("there", 1000), ("here", 40)]
+    check_host_memory(shares, "here", 100)
+    check_host_memory(shares, "here", None)
+    with pytest.raises(UserError, match="of 2 ranks"):
+        check_host_memory(shares, "here", 99)
+
+
+def test_host_copies_are_made_once_and_what_goes_wrong_has_a_rank_and_a_place(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "model", "qwen3"))
+    [rank] = ran(cases.copies_and_errors, "megatron:d1", folder=folder, place=str(tmp_path))
+    first, second = rank["made"]
+    assert first - second == rank["buffers"] > 0, "a second save allocates none of them"
+    memory, storage, user = rank["messages"]
+    assert memory.startswith(f"train rank 0 could not write its part of {tmp_path / 'fails-0'}: MemoryError; see that")
+    assert ": ValueError: RESOURCE_EXHAUSTED; " in storage and "\n" not in storage and "run.resume=true" in storage
+    assert user == "the disk is full"
+
+
+def test_parameters_are_read_at_once_and_proved_first(tmp_path: Path) -> None:
+    folder, place = str(tiny_model(tmp_path / "model", "qwen3")), str(tmp_path / "step-1")
+    before = ran(cases.save_and_go_on, "megatron:d1", updates=1, folder=folder, place=place)
+    [rank] = ran(cases.load_at_once, "megatron:d1", folder=folder, place=place)
+    assert f"expects {rank['lost']}, which the model lacks" in rank["message"]
+    assert before[0]["counters"] == {"optimizer_steps": 1, "updates": 1}
+
+
+def test_a_checkpoint_is_completed_beside_a_step(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path / "model", "qwen3"))
+    [rank] = ran(cases.commit_beside_a_step, "megatron:d1", folder=folder, place=str(tmp_path / "step-0"))
+    assert rank == {"found": [True], "errors": []}

@@ -163,9 +163,14 @@ class Cast:
             train, self.servers, [capabilities] * 2, whole, replica_size=replica_size, backend="gloo", folder=self.folder  # type: ignore[arg-type]
         )  # fmt: skip
 
+    async def connect(self) -> None:
+        """Connected, with groups that are formed."""
+        await self.sync.connect()
+        await self.sync._form_groups()
+
     async def push(self, version: int = 3) -> dict[str, float]:
         async with asyncio.timeout(20):
-            await self.sync.connect()
+            await self.connect()
             self.events.clear()
             return results(await self.sync.push(version))
 
@@ -183,7 +188,7 @@ def cast(tmp_path: Path) -> Iterator[Cast]:
 
 async def test_every_sender_has_a_group_with_every_server_rank_in_order(tmp_path: Path) -> None:
     cast = Cast(tmp_path, replica_size=4)
-    await cast.sync.connect()
+    await cast.connect()
     names = set()
     for sender in range(2):
         join = cast.ranks[sender].arguments["sync_join"][sender]
@@ -194,7 +199,7 @@ async def test_every_sender_has_a_group_with_every_server_rank_in_order(tmp_path
             (join["address"], join["port"], join["name"], 9)
         }
         names.add(join["name"])
-    await cast.sync.connect()
+    await cast.connect()
     names |= {join["group_name"] for join in cast.servers[0].arguments["init_group"]}
     assert len(names) == 4  # a group of another membership never has the name of an earlier one
 
@@ -271,6 +276,40 @@ async def test_pause_mode_and_cache(tmp_path: Path, mode: str) -> None:
     for server in cast.servers:
         assert server.arguments["pause"] == [{"mode": mode}]
         assert server.arguments["update_bucket"][-1]["flush_cache"] == (mode != "in_place")
+
+
+async def test_groups_are_formed_by_the_first_push_of_whoever_is_there_then(tmp_path: Path) -> None:
+    """A death while they were formed would be one that nobody survives, and is not to be taken for one."""
+    cast = Cast(tmp_path)
+    await cast.sync.connect()
+    assert "init_group" not in cast.of("server rank 0")
+    cast.sync.lose(0)
+    await cast.sync.push(1)
+    assert "init_group" not in cast.of("server rank 0") and cast.servers[1].version == 1
+    assert cast.ranks[0].arguments["sync_join"][0]["world_size"] == 2
+
+
+async def test_what_a_killed_attempt_left_is_removed(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, transport="disk")
+    (cast.folder / "v3").mkdir(parents=True)
+    (cast.folder / "v2").mkdir()
+    await cast.push(3)
+    assert not any(cast.folder.iterdir())
+
+
+async def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    cast = Cast(tmp_path, transport="disk")
+
+    async def fails(method: str, **kwargs: Any) -> Any:
+        if method == "sync_write":
+            os.makedirs(kwargs["folder"])
+            raise RuntimeError("disk full")
+        return None if method != "sync_plan" else cast.ranks[0].specs
+
+    cast.ranks[0].call = fails  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="disk full"):
+        await cast.push()
+    assert not any(cast.folder.iterdir())
 
 
 async def test_through_a_folder_that_is_gone_afterwards(tmp_path: Path) -> None:
@@ -436,7 +475,7 @@ async def test_the_deadline_of_the_meeting(tmp_path: Path) -> None:
     cast = Cast(tmp_path, timeout_s=0.2)
     cast.servers[0].faults["init_group"] = "hang"
     with pytest.raises(DeadlineExceeded, match=r"server rank 0 did not finish forming the weight-sync group within sync.timeout_s=0.2 s$"):
-        await cast.sync.connect()
+        await cast.push()
 
 
 async def test_a_server_that_hangs_while_resuming_is_named(tmp_path: Path) -> None:

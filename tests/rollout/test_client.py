@@ -188,6 +188,7 @@ FAULTS: dict[str, tuple[Answer, str]] = {
     "log-probabilities that are no list": (always(one([5], output_token_logprobs=None)), "what cannot be read"),
     "log-probabilities that are no numbers": (always(one([5], output_token_logprobs=[["low", 5, None]])), "what cannot be read"),
     "spans of another kind": (always(one([5], spans=["3"])), "what cannot be read"),
+    "a span without an end": (always(one([5], spans=[{"version": "3", "start": 0}])), r"what cannot be read \(KeyError: 'end'\)"),
     "version without number": (always(one([5], version="new")), "weight version 'new' is not a number"),
 }
 

@@ -162,6 +162,16 @@ async def test_abort_all_ends_requests_for_good() -> None:
         (one([5, 6], weight_versions=[{"version": "1", "start": 0, "end": 1}]), "cover 1 of 2 tokens"),
         (one([5, 6], weight_versions=None), "cover 0 of 2 tokens"),
         (one([5], version="v7"), "weight version 'v7' is not a number"),
+        (
+            one([5], weight_versions=[{"version": "1", "start": 0}]),
+            r"/inference/v1/generate answered what cannot be read \(KeyError: 'end'\)",
+        ),
+        (one([5], weight_versions=["3"]), "what cannot be read"),
+        (one([5], logprobs={"content": [{"logprob": "NaN"}]}), "what cannot be read"),
+        (
+            one([5, 6], weight_versions=[{"version": "3", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]),
+            "weight version 2 after tokens of version 3",
+        ),
         (web.Response(text="<html>"), "malformed JSON"),
     ],
 )
@@ -219,6 +229,34 @@ async def test_a_server_without_the_routes_is_refused_and_one_without_the_plug_i
         server.answers["/collective_rpc"] = 500
         able = await client.probe()
         assert not able.hf_digests
+
+
+@pytest.mark.parametrize(
+    ("route", "answer"),
+    [
+        ("/version", {}),
+        ("/version", []),
+        ("/v1/models", {"data": []}),
+        ("/v1/models", {"data": [7]}),
+        ("/weight_info", {"version": "1"}),
+        ("/collective_rpc", {"results": 7}),
+    ],
+)
+async def test_a_probe_names_what_it_cannot_read(route: str, answer: Any) -> None:
+    async with scripted(answering(top(-5, -4)), answering(top(-6, -2)), answering(top(-4, -4))) as (server, client):
+        server.answers[route] = answer
+        with pytest.raises(ServerFault, match=f"{route} answered what cannot be read"):
+            await client.probe()
+
+
+async def test_checks_of_weights_name_what_they_cannot_read() -> None:
+    async with scripted() as (server, client):
+        server.posts.clear()
+        server.answers |= {"/collective_rpc": {"results": []}, "/weight_checker": {"sums": {}}}
+        with pytest.raises(ServerFault, match="/collective_rpc answered what cannot be read"):
+            await client.digests()
+        with pytest.raises(ServerFault, match="/weight_checker answered what cannot be read"):
+            await client.checksums()
 
 
 async def test_a_server_without_spans_gives_the_older_of_two_versions() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from areal_mega.checkpoint.recover import RecoverSave, load_recovered
 from areal_mega.megatron.engine import MegatronEngine
 from areal_mega.megatron.recover_state import EngineStates
+from areal_mega.rpc.rank_server import RankServer
 
 
 class Recovering:
@@ -19,7 +21,15 @@ class Recovering:
         self._engine = engine
         self._saving: RecoverSave | None = None
         self._buffers: dict[tuple[str, str], Tensor] = {}
-        self._counters: dict[str, Any] = {}
+        """Kept from save to save on a CPU, where new memory costs more than the copying. Beside a GPU the copying costs more, and the
+        memory, three times the fp32 weights, is given back between two saves."""
+
+    def serve(self, server: RankServer) -> None:
+        """Register all calls: those that touch the engine on its thread; those that wait for the disk beside it."""
+        for call in (self.recover_begin, self.recover_load, self.recover_digest):
+            server.register(call.__name__, call)
+        for handler in (self.recover_done, self.recover_commit):
+            server.register_async(handler.__name__, handler)
 
     def recover_begin(self, place: str) -> dict[str, Any]:
         """Copy this rank's part of a checkpoint, and begin to write it. Collective."""
@@ -34,7 +44,7 @@ class Recovering:
             rank=engine.rank,
             source=engine.model_path,
             device=engine.platform.device,
-            buffers=self._buffers,
+            buffers=self._buffers if engine.platform.is_cpu else {},
             naming=engine.naming,
         )
         return {"nbytes": self._saving.nbytes, "counters": states.counters()}
@@ -44,12 +54,13 @@ class Recovering:
         assert self._saving is not None, "recover_begin comes first"
         return self._saving.done()
 
-    def recover_commit(self, state: str) -> None:
-        """Rank 0 completes the checkpoint; the others forget theirs."""
+    async def recover_commit(self, state: str) -> None:
+        """Rank 0 completes the checkpoint; the others forget theirs. In a thread of its own: it waits for the file system to store all that
+        was written, which must hold up neither the next train step nor a health check."""
         assert self._saving is not None, "recover_begin comes first"
+        saving, self._saving = self._saving, None
         if self._engine.rank == 0:
-            self._saving.commit(state)
-        self._saving = None
+            await asyncio.to_thread(saving.commit, state)
 
     def recover_load(self, place: str, counters: dict[str, Any]) -> str:
         """Go on from a checkpoint of any strategy; a digest of what this rank now has."""

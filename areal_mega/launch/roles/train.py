@@ -53,10 +53,7 @@ def main(context: WorkerContext) -> None:
     worker = TrainWorker(engine, recipe, algorithm_of(recipe), server, context.token)
     for method in METHODS:
         server.register(method, getattr(worker, method))
-    recovering = Recovering(engine)
-    for call in (recovering.recover_begin, recovering.recover_commit, recovering.recover_load, recovering.recover_digest):
-        server.register(call.__name__, call)
-    server.register_async("recover_done", recovering.recover_done)
+    Recovering(engine).serve(server)
     context.announce(address, reporter=engine.is_reporter, dp=engine.coords.dp)
     server.serve_forever()
     engine.close()
