@@ -29,6 +29,7 @@ from areal_mega.checkpoint.location import Location, publish
 from areal_mega.checkpoint.manifest import MANIFEST, Manifest, write_files
 from areal_mega.checkpoint.model import WRITERS, Checkpoint, fill_shard, owned_candidates, turn, write_shard
 from areal_mega.checkpoint.pool import run_units
+from areal_mega.core import points
 from areal_mega.core.errors import RunFailed, UserError
 from areal_mega.models.family import Family
 from areal_mega.models.hf_config import HFConfig, first_line
@@ -117,6 +118,7 @@ class RecoverSave:
         self.nbytes = sum(copy.nbytes for _, _, copy in self._copies)
         self._error: Exception | None = None
         self.write_s = 0.0
+        points.reach("recover.copied")
         self.stall_s = time.perf_counter() - clock
         self._thread = threading.Thread(target=self._write, name="recover checkpoint", daemon=True)
         self._thread.start()
@@ -148,6 +150,7 @@ class RecoverSave:
             files = {name: len(content) for name, content in self._files.items()} if kind == "weights" else {}
             below(aside, kind).write(MANIFEST, Manifest("model", self._specs, files, self._about).to_json())
         aside.write(STATE, state.encode())
+        points.reach("recover.commit")
         publish(aside, self._target)
 
     def _write(self) -> None:
@@ -159,6 +162,7 @@ class RecoverSave:
             write_shard(stores[kind], self._specs, (shard, values))
 
         try:
+            points.reach("recover.writing")
             run_units(self._copies, write, workers=WRITERS, cost=lambda item: item[2].nbytes)
             self._target.aside.sync()
         except Exception as error:  # told by `done`, on the thread that asks

@@ -20,13 +20,14 @@ CARD, RECORD = "README.md", "areal_mega.json"
 _NAME = re.compile(r"step-(\d+)")
 
 
-def make_room(folder: Path, *, replace: bool) -> None:
-    """Make the folder that holds exports; ``replace``: an attempt that is being made again may have left this one."""
+def make_room(folder: Path) -> None:
+    """Make the folder that holds exports; an earlier attempt at this run may have left one of this name, and half of what it removed."""
     folder.parent.mkdir(exist_ok=True)
-    if replace and folder.exists():
-        aside = folder.with_name(f".{folder.name}.replaced")
-        folder.rename(aside)
-        shutil.rmtree(aside)
+    for left in folder.parent.glob(".*"):
+        if left.is_dir() and not left.is_symlink() and left.suffix in (".removed", ".replaced"):
+            shutil.rmtree(left)
+    if folder.exists():
+        _remove(folder, "replaced")
 
 
 def describe(folder: Path, recipe: Recipe, *, step: int, version: int, evaluation: float | None, resolved: str) -> None:
@@ -48,13 +49,18 @@ def describe(folder: Path, recipe: Recipe, *, step: int, version: int, evaluatio
     (folder / RECORD).write_text(json.dumps({"step": step, "version": version, "evaluation": evaluation}) + "\n", encoding="utf-8")
 
 
-def tidy(root: Path, keep: int | None) -> None:
-    """Point ``latest`` and ``best`` at the right exports and remove scheduled ones beyond the newest ``keep``, the best never."""
+def tidy(root: Path, keep: int | None, *, step: int) -> None:
+    """Point ``latest`` and ``best`` at the right exports and remove scheduled ones beyond the newest ``keep``, the best never.
+
+    Args:
+        step: of the newest export. Those of later steps were left by an attempt that got further, and are replaced when their turn comes.
+    """
     found = []
     for path in root.iterdir():
         if not path.is_symlink() and (path / RECORD).is_file():
             record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-            found.append((int(record["step"]), path, record["evaluation"]))
+            if record["step"] <= step:
+                found.append((int(record["step"]), path, record["evaluation"]))
     found.sort(key=lambda entry: entry[0])
     evaluated = [(value, step, path) for step, path, value in found if value is not None]
     best = max(evaluated)[2] if evaluated else None
@@ -64,9 +70,14 @@ def tidy(root: Path, keep: int | None) -> None:
     scheduled = [path for _, path, _ in found if _NAME.fullmatch(path.name)]
     for path in scheduled[:-keep] if keep is not None else ():
         if path not in (best, found[-1][1]):
-            aside = path.with_name(f".{path.name}.removed")
-            path.rename(aside)
-            shutil.rmtree(aside)
+            _remove(path, "removed")
+
+
+def _remove(folder: Path, suffix: str) -> None:
+    """Renamed first: a removal that is interrupted leaves nothing that looks whole."""
+    aside = folder.with_name(f".{folder.name}.{suffix}")
+    folder.rename(aside)
+    shutil.rmtree(aside)
 
 
 def _link(link: Path, target: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from areal_mega.config.schema import CheckpointSection, Recipe
 from areal_mega.controller.train import TrainController
 from areal_mega.core import metrics as m
+from areal_mega.core import points as fault_points
 from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError
 from areal_mega.core.metrics import Metrics
 
@@ -108,6 +109,7 @@ class Recovery:
         clock = time.perf_counter()
         await self.finish()
         waited = time.perf_counter() - clock
+        await asyncio.to_thread(self._clear)
         state = self._state()
         begun = await self._train.call("recover_begin", place=str(self._folder / f"step-{step}"))
         state |= {"step": step, "train": begun[0]["counters"], "strategy": str(self._train.layout.strategy)}
@@ -152,10 +154,17 @@ class Recovery:
                 late = [f"train rank {rank}" for rank, finished in enumerate(done) if not finished]
                 raise DeadlineExceeded(f"recover checkpoint of step {step}: not written within {self._timeout_s:g} s by {', '.join(late)}")
             await asyncio.sleep(_POLL_S)
+        await fault_points.reached("recover.written")
         await self._train.call("recover_commit", state=state)
+        await fault_points.reached("recover.committed")
         await asyncio.to_thread(self._prune)
         log.info("recover checkpoint of step %d is complete", step)
         return {"recover/write_s": m.total(time.perf_counter() - begun)}
+
+    def _clear(self) -> None:
+        """Remove what a killed attempt left half-made or half-removed."""
+        for left in self._folder.glob(".step-*"):
+            shutil.rmtree(left)
 
     def _prune(self) -> None:
         there = {point.step: point.path for point in points(self._folder)}
@@ -163,4 +172,5 @@ class Recovery:
             # Renamed first: a removal that is interrupted leaves nothing that looks whole.
             aside = there[step].with_name(f".{there[step].name}.removed")
             there[step].rename(aside)
+            fault_points.reach("recover.pruning")
             shutil.rmtree(aside)

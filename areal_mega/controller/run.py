@@ -19,6 +19,7 @@ from areal_mega.controller.servers import ServerKeeper
 from areal_mega.controller.sync import WeightSync
 from areal_mega.controller.train import TrainController
 from areal_mega.core import metrics as m
+from areal_mega.core import points
 from areal_mega.core.metrics import Metrics, merge
 from areal_mega.core.types import Prompt
 from areal_mega.observe.jsonl import LineLog
@@ -109,6 +110,7 @@ class Run:
         """Wait for the groups of one train step."""
         clock = time.perf_counter()
         ready = await self.rollout.next_batch(self.recipe.train.batch_size, lambda arrival: self._or_catch_up(arrival, step))
+        await points.reached("rollout.batch")
         self._metrics.append({"time/wait_rollout": m.total(time.perf_counter() - clock)})
         self._histograms = {
             "staleness/age": ready.ages,
@@ -129,6 +131,7 @@ class Run:
         self._metrics.append(await self.train.step(batch, step=step, version=self.version))
         self._steps_unsent += 1
         self._trained.write({"step": step + 1, "prompts": [[group.prompt.id, group.prompt.epoch] for group in ready.groups]})
+        await points.reached("train.logged")
         await self.rollout.release(ready.taken)
         self._metrics.append(
             {"staleness/dropped_samples": m.total(ready.dropped_samples), "staleness/refilled_prompts": m.total(ready.refilled)}
@@ -143,6 +146,7 @@ class Run:
         self.version += 1
         await self._push()
         await self.rollout.set_version(self.version, step=step + 1)
+        await points.reached("step.synced")
 
     async def finish_step(self, step: int) -> None:
         """Evaluation and export by schedule, then the step's line in every log."""
@@ -150,12 +154,15 @@ class Run:
         every = self.recipe.eval.every_steps
         if last or (every and done % every == 0):
             await self._through_restarts(self._evaluate(), done)
+            await points.reached("step.evaluated")
         section = self.recipe.checkpoint
         if (last and section.export_at_end) or (section.export_every_steps and done % section.export_every_steps == 0):
             evaluated = last or (every and done % every == 0)
             await self._export("final" if last else f"step-{done}", done, self.last_eval if evaluated else None)
+            await points.reached("step.exported")
         self._histograms |= await self.rollout.drain_decode()
         self._log(done)
+        await points.reached("step.logged")
         if self.recovery.due(done) or (self.stop_asked and not last):
             await self.recovery.save(done)
         if last or self.stop_asked:
@@ -287,11 +294,11 @@ class Run:
         """A complete model with its card; ``evaluation`` as measured at this step."""
         clock = time.perf_counter()
         folder = self._run_dir / "export" / name
-        await asyncio.to_thread(exports.make_room, folder, replace=self._resumed is not None)
+        await asyncio.to_thread(exports.make_room, folder)
         await self.train.call("export", folder=str(folder))
         resolved = (self._run_dir / "recipe.yaml").read_text(encoding="utf-8")
         exports.describe(folder, self.recipe, step=step, version=self.version, evaluation=evaluation, resolved=resolved)
-        await asyncio.to_thread(exports.tidy, folder.parent, self.recipe.checkpoint.keep_exports)
+        await asyncio.to_thread(exports.tidy, folder.parent, self.recipe.checkpoint.keep_exports, step=step)
         self.export_path = folder
         self._metrics.append({"time/export": m.total(time.perf_counter() - clock)})
 

@@ -20,6 +20,7 @@ from typing import Any
 from areal_mega.config.schema import Recipe
 from areal_mega.controller.train import TrainController
 from areal_mega.core import metrics as m
+from areal_mega.core import points
 from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.core.metrics import Metrics
 from areal_mega.rollout.inference import Capabilities, InferenceServer, ServerDigest
@@ -156,13 +157,17 @@ class WeightSync:
         clock = _Laps()
         if self._changed:
             await self._form_groups()
+            await points.reached("sync.grouped")
         only = await self._to_send(version)
         clock.lap("sync/prepare_s")
         async with self._paused():
+            await points.reached("sync.paused")
             clock.lap("sync/pause_s")
             sent = await (self._over_disk(version) if self._section.transport == "disk" else self._over_groups(version, only))
             clock.lap("sync/send_s")
+            await points.reached("sync.sent")
             await self._verify(version, sent.digests)
+            await points.reached("sync.verified")
             clock.lap("sync/verify_s")
         clock.lap("sync/resume_s")
         self._acknowledged = dict.fromkeys(self._members, version)
@@ -210,6 +215,7 @@ class WeightSync:
         ends: list[float] = []
         try:
             await self._each("beginning the update", "begin_update")
+            await points.reached("sync.begun")
             compared = any(self._capabilities[rank].hf_digests for rank in self._members)
             chosen = None if only is None else sorted(only)
             sends = self._train.calls("sync_broadcast", version=version, only=chosen, digests=compared)

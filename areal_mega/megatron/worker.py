@@ -22,6 +22,7 @@ from areal_mega.algorithms.policy import policy_loss
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.algorithms.supervised import sft_loss
 from areal_mega.config.schema import Recipe
+from areal_mega.core import points
 from areal_mega.core.metrics import Metrics, merge
 from areal_mega.core.types import Sample
 from areal_mega.data.stream import PromptStream
@@ -118,6 +119,7 @@ class TrainWorker:
             rows[i] = row
         packed = [[self._engine.pack([rows[i] for i in micro], micro) for micro in minibatch] for minibatch in minibatches]
         self._step = _Step(packed, trained_tokens)
+        points.reach("train.loaded")
         return {"nbytes": sum(array.nbytes for row in arrays.values() for array in row.values())}
 
     def logprobs(self) -> dict[str, Any]:
@@ -144,7 +146,9 @@ class TrainWorker:
         """
         batches = [_spread(batch, {"advantages": advantages, "weights": weights}) for batch in self._loaded.minibatches[minibatch]]
         loss_fn = partial(policy_loss, algorithm=self._algorithm)
-        return _answer(self._engine.train_minibatch(batches, loss_fn, self._recipe.rollout.temperature, step=step))
+        result = self._engine.train_minibatch(batches, loss_fn, self._recipe.rollout.temperature, step=step)
+        points.reach("train.updated")
+        return _answer(result)
 
     def release(self) -> None:
         """Forget the step's batch."""

@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from areal_mega.core import points
 from areal_mega.core.errors import DeadlineExceeded, UserError
 from areal_mega.core.types import Group, Prompt, Sample, SampleId, Trajectory, count_versions
 from areal_mega.rollout.inference import ServerFault
@@ -197,6 +198,7 @@ class Executor:
         drops.set(dropped)  # this task's own context: what the workflow counts, it counts for this episode
         task = asyncio.current_task()
         assert task is not None
+        await points.reached("rollout.episode")
         try:
             result = await self._run_workflow(episode, dropped)
         except UserError as error:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from areal_mega.core import points
 from areal_mega.sync.plan import Bucket, WireSpec, elements, plan_buckets
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class WeightSender:
         import torch.distributed as dist
 
         def send(flat: torch.Tensor) -> Callable[[], object]:
+            points.reach("sync.bucket")
             # NCCL works on a stream of its own that waits for the present one, gloo on a thread of its own: both return at once. The
             # wait has a time-out, which makes it one of this thread, not of a stream: the buffer may then be written again.
             work = dist.broadcast(flat, src=0, group=self.group, async_op=True)

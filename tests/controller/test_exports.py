@@ -11,10 +11,10 @@ RECIPE = Recipe.model_validate({"run": {"name": "r", "steps": 9}, "model": {"pat
 
 
 def export(root: Path, name: str, step: int, evaluation: float | None, keep: int | None = None) -> None:
-    make_room(root / name, replace=False)
+    make_room(root / name)
     (root / name).mkdir()
     describe(root / name, RECIPE, step=step, version=step, evaluation=evaluation, resolved="run: {name: r}\n")
-    tidy(root, keep)
+    tidy(root, keep, step=step)
 
 
 def names(root: Path) -> list[str]:
@@ -48,6 +48,9 @@ def test_the_card_says_what_made_the_model(tmp_path: Path) -> None:
 
 
 def test_an_attempt_made_again_replaces_its_own(tmp_path: Path) -> None:
-    export(tmp_path / "export", "step-3", 3, 0.25)
-    make_room(tmp_path / "export" / "step-3", replace=True)
-    assert not (tmp_path / "export" / "step-3").exists()
+    for step, evaluation in ((1, 0.5), (2, 0.9), (3, 0.25)):
+        export(tmp_path / "export", f"step-{step}", step, evaluation)
+    (tmp_path / "export" / ".step-0.removed").mkdir()
+    export(tmp_path / "export", "step-1", 1, 0.5, keep=1)
+    assert names(tmp_path / "export") == ["step-1", "step-2", "step-3"], "of later steps: not this attempt's to judge"
+    assert (tmp_path / "export" / "latest").resolve().name == (tmp_path / "export" / "best").resolve().name == "step-1"

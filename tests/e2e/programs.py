@@ -118,10 +118,10 @@ class Running:
         return found
 
     def worker(self, role: str, rank: int = 0) -> int:
-        """Process id of a role, from the controller's own log."""
-        match = re.search(rf"started {role} rank {rank} as pid (\d+)", (self.run_dir / "logs/controller-0.log").read_text())
-        assert match is not None, f"{role} rank {rank} was not started"
-        return int(match[1])
+        """Process id of a role, the one that was started last, from the controller's own log."""
+        found = re.findall(rf"started {role} rank {rank} as pid (\d+)", (self.run_dir / "logs/controller-0.log").read_text())
+        assert found, f"{role} rank {rank} was not started"
+        return int(found[-1])
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait while the program runs."""
