@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -116,16 +117,16 @@ async def _assemble(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     from areal_mega.serving.admin import Admin
     from areal_mega.serving.engine import Engine
     from areal_mega.serving.http import Frontend, ServerInfo
-    from areal_mega.serving.loader import load_weights, stop_tokens
-    from areal_mega.serving.model import Model
+    from areal_mega.serving.loader import stop_tokens
     from areal_mega.serving.openai import OpenAI
     from areal_mega.serving.protocol import ServingFacts
     from areal_mega.serving.text import load_text
     from areal_mega.serving.updates import Updater
 
     path = options.model_path
-    weights, hf = load_weights(path, options.dtype)
-    limits = _limits(options, weights)
+    with ThreadPoolExecutor(1) as elsewhere:  # and its thread ends, see _load
+        model, hf, limits = elsewhere.submit(_load, options).result()
+    weights = model.weights
     text = load_text(path, options.skip_tokenizer_init)
     facts = ServingFacts(
         vocab=weights.arch.vocab,
@@ -144,7 +145,7 @@ async def _assemble(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     )
     frontend = Frontend(text, facts, info, options.max_queued_requests)
     frontend.engine = Engine(
-        Model(weights, limits.context_length),
+        model,
         limits,
         eos=stop_tokens(path, hf),
         version=options.weight_version,
@@ -154,6 +155,20 @@ async def _assemble(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     )
     updater = Updater(frontend.engine, options.dist_timeout)
     return frontend, frontend.routes() + Admin(frontend, updater).routes() + OpenAI(frontend).routes()
+
+
+def _load(options: argparse.Namespace) -> tuple[Any, dict[str, Any], Any]:
+    """Model, config.json and limits. For a thread that ends, so that the engine's has the only team of OpenMP threads in the process.
+
+    With a second team, idle or not, there are more threads than CPUs, and GNU OpenMP then lets all of them sleep between two operations
+    instead of spinning: a step took half as long again (docs/LOG.md).
+    """
+    from areal_mega.serving.loader import load_weights
+    from areal_mega.serving.model import Model
+
+    weights, hf = load_weights(options.model_path, options.dtype)
+    limits = _limits(options, weights)
+    return Model(weights, limits.context_length), hf, limits
 
 
 def _limits(options: argparse.Namespace, weights: Any) -> Any:
