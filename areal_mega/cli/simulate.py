@@ -68,7 +68,7 @@ def simulate(
         else chosen(None, run.train_s_per_token if run else None),
         step_s=chosen(step_s, run.step_s if run else None),
         sync_s=chosen(sync_s, run.sync_s if run else None),
-        interruptible=not drain,
+        interruptible=not (drain or settings.sync.pause == "drain"),
         uniform=run.uniform if run is not None else 0.0,
     )
     _show(Simulation(setup, settings, algorithm, steps).run(), settings)

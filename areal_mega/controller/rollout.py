@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
@@ -19,7 +20,7 @@ from areal_mega.data.stream import PromptStream
 from areal_mega.rollout.dispatch import Dispatch, DispatchSettings, ReadyBatch, RolloutFailed
 from areal_mega.rollout.results import EpisodeResult, Purpose
 from areal_mega.rollout.staleness import StalenessControl
-from areal_mega.rpc.client import RpcClient
+from areal_mega.rpc.client import PeerUnreachable, RpcClient
 
 __all__ = ["ReadyBatch", "RolloutController", "RolloutFailed"]
 
@@ -139,6 +140,22 @@ class RolloutController:
         await self._clients[rank].call("resume", deadline_s=deadline_s, timeout_s=deadline_s)
         self._dispatch.replica_up(self._clients[rank].address)
         await self._pump()
+
+    @asynccontextmanager
+    async def drained(self) -> AsyncIterator[None]:
+        """Within, no request is under way and none begins. A server that dies meanwhile ends what it had.
+
+        Raises:
+            DeadlineExceeded: requests do not end within ``rollout.request_timeout_s``.
+        """
+        # A request has this deadline itself; the call outlasts it by another of a call.
+        limit = self._recipe.rollout.request_timeout_s + self._timeout_s
+        try:
+            await gather_all(_unless_gone(client.call("close_gate", timeout_s=limit)) for client in self._clients)
+            yield
+        finally:
+            openings = [_unless_gone(client.call("open_gate", timeout_s=self._timeout_s)) for client in self._clients]
+            await asyncio.shield(gather_all(openings))
 
     async def listen(self) -> None:
         """Collect finished train episodes from every worker, for ever. Run as a task beside the training loop."""
@@ -294,3 +311,11 @@ class RolloutController:
                 oldest = [f"prompt {prompt} for {seconds:.0f} s" for prompt, seconds in answer["oldest"]]
                 lines.append(f"{client.peer} runs {', '.join(oldest) or 'nothing'}")
         return DeadlineExceeded(f"no episode finished within launch.rpc_timeout_s={self._timeout_s:g} s: {'; '.join(lines)}")
+
+
+async def _unless_gone(call: Coroutine[Any, Any, Any]) -> None:
+    """A worker that is gone has no request under way; whoever watches over it tells of its death."""
+    try:
+        await call
+    except PeerUnreachable as error:
+        log.warning("%s", error)

@@ -210,6 +210,14 @@ class Run:
 
     async def _push(self) -> None:
         """Weights to every server, those included that were started again and have none yet."""
+        if self.recipe.sync.pause != "drain":
+            return await self._push_now()
+        clock = time.perf_counter()
+        async with self.rollout.drained():
+            self._metrics.append({"sync/drain_s": m.total(time.perf_counter() - clock)})
+            await self._push_now()
+
+    async def _push_now(self) -> None:
         while True:
             await self.servers.settled()
             with self.servers.steady():

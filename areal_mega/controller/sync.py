@@ -182,7 +182,9 @@ class WeightSync:
     async def _paused(self) -> AsyncIterator[None]:
         done = False
         try:
-            await self._each("pausing generation", "pause", self._section.pause)
+            # Drained before (`RolloutController.drained`), nothing of the run's is left to interrupt.
+            mode = "retract" if self._section.pause == "drain" else self._section.pause
+            await self._each("pausing generation", "pause", mode)
             yield
             done = True
         finally:

@@ -17,6 +17,7 @@ from areal_mega.parallel.strategy import parse
 from areal_mega.rewards.runner import RewardRunner
 from areal_mega.rollout.engines import client_for
 from areal_mega.rollout.executor import Executor
+from areal_mega.rollout.gate import Gate
 from areal_mega.rollout.inference import InferenceServer
 from areal_mega.rollout.load import load_workflow
 from areal_mega.rollout.meter import DecodeMeter, Metered
@@ -26,7 +27,21 @@ from areal_mega.rollout.store import TrajectoryStore
 from areal_mega.rollout.workflow import GenerationEngine, GenerationSettings, Workflow, WorkflowContext
 from areal_mega.rpc.server import RpcServer
 
-METHODS = ("connect", "submit", "cancel", "collect", "fetch", "release", "measures", "status", "suspend", "withdraw", "resume")
+METHODS = (
+    "connect",
+    "submit",
+    "cancel",
+    "collect",
+    "fetch",
+    "release",
+    "measures",
+    "status",
+    "suspend",
+    "withdraw",
+    "resume",
+    "close_gate",
+    "open_gate",
+)
 
 
 class RolloutWorker:
@@ -47,6 +62,7 @@ class RolloutWorker:
         self._workflows: dict[Purpose, Workflow] = {}
         self._client: InferenceServer | None = None
         self._executor: Executor | None = None
+        self._gate: Gate | None = None
         self._suspensions = 0
 
     def register(self, server: RpcServer) -> None:
@@ -106,14 +122,25 @@ class RolloutWorker:
         """Generate with ``engine`` from now on (what ``connect`` does with its client)."""
         assert self._workflows, "start the worker first"
         assert self._executor is None, "the worker is connected already"
+        self._gate = Gate(Metered(engine, self._meter))
         self._executor = Executor(
             run=self._recipe.run.name,
-            engine=Metered(engine, self._meter),
+            engine=self._gate,
             workflows=self._workflows,
             store=self._store,
             max_concurrent=self._recipe.rollout.max_concurrent_prompts,
             timeout_s=self._recipe.rollout.prompt_timeout_s,
         )
+
+    async def close_gate(self) -> None:
+        """Send no new request to the server; returns when all that were sent are answered."""
+        assert self._gate is not None, "connect the worker first"
+        await self._gate.close()
+
+    async def open_gate(self) -> None:
+        """Send requests again."""
+        assert self._gate is not None, "connect the worker first"
+        self._gate.open()
 
     async def submit(self, prompts: Mapping[int, Prompt], step: int, purpose: Purpose = "train") -> int:
         """Queue prompts of train step ``step``, by ticket; returns how many of this purpose are under way."""

@@ -90,7 +90,7 @@ def test_plain_tensor_parallel_over_disk_with_kl_in_the_loss(tmp_path: Path) -> 
 
 
 def test_pipeline_with_kl_in_the_reward_and_samples_dropped_beyond_the_bound(tmp_path: Path) -> None:
-    """Two pipeline stages; long answers that updates interrupt; the reference's KL taken from the reward; many small buckets."""
+    """Two pipeline stages; long answers that updates wait for; the reference's KL taken from the reward; many small buckets."""
     model = str(tiny_model(tmp_path, "llama"))
     changes: dict[str, Any] = {
         "run": {"steps": 3},
@@ -99,11 +99,12 @@ def test_pipeline_with_kl_in_the_reward_and_samples_dropped_beyond_the_bound(tmp
         "train": {"strategy": "megatron:d1p2", "microbatch_tokens": 128},
         "staleness": {"max_staleness": 2, "action": "drop_sample"},
         "algorithm": {"kl": {"coef": 0.05, "where": "reward", "estimator": "k1"}, "aggregation": "sequence_mean"},
-        "sync": {"pause": "retract", "bucket_mb": 0.05},
+        "sync": {"pause": "drain", "bucket_mb": 0.05},
         "checkpoint": {"export_at_end": True},
     }
     run = train(tmp_path, changes)
     check(run, steps=3, eta=2)
+    assert all(m["sync/drain_s"] > 0 for m in run.metrics[1:])
     assert digest_of_folder(run.run_dir / "export/final") == run.synced[3]
     assert run.metrics[1]["kl/reward"] == pytest.approx(0.0, abs=1e-4)
     assert run.metrics[3]["kl/reward"] != 0

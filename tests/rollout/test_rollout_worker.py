@@ -313,6 +313,31 @@ async def test_tokens_keep_their_versions_over_an_update(model_folder: Path) -> 
         np.testing.assert_allclose(a["logprobs"][a["loss_mask"]], reference[a["loss_mask"]], atol=1e-4)
 
 
+async def test_behind_a_closed_gate_every_answer_is_of_one_version(model_folder: Path) -> None:
+    long = recipe(model_folder, rollout={"group_size": 4, "max_new_tokens": 400, "dtype": "fp32"})
+    async with embedded_server(model_folder) as base_url, serving(long) as (_, client):
+        await client.call("connect", base_url=base_url, deadline_s=60.0, timeout_s=CALL_S)
+        admin = InferenceClient(base_url, timeout_s=CALL_S, retries=0)
+        try:
+            await client.call("submit", prompts=tickets(prompts(2)), step=0, timeout_s=CALL_S)
+            await asyncio.sleep(0.1)
+            await client.call("close_gate", timeout_s=CALL_S)
+            await client.call("submit", prompts=tickets(prompts(2, start=5)), step=0, timeout_s=CALL_S)
+            await admin.pause("retract")
+            await admin.update_from_disk(str(model_folder), 7)
+            await admin.resume()
+            before = await collect(client, 2)
+            assert await client.call("collect", max_groups=4, wait_s=0.2, timeout_s=CALL_S) == [], "nothing begins behind the gate"
+            await client.call("open_gate", timeout_s=CALL_S)
+            after = await collect(client, 2)
+        finally:
+            await admin.close()
+    assert set(before) == {"p0", "p1"} and set(after) == {"p5", "p6"}
+    for results, version in ((before, 5), (after, 7)):
+        samples = [sample for result in results.values() if result.group is not None for sample in result.group.samples]
+        assert len(samples) == 8 and all([v.version for v in sample.versions] == [version] for sample in samples)
+
+
 async def test_the_same_seed_gives_the_same_group(model_folder: Path) -> None:
     async with embedded_server(model_folder) as base_url:
         groups = []

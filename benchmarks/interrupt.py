@@ -1,0 +1,157 @@
+"""What interrupting generation is worth: asynchronous runs on heavy-tailed lengths that differ in `sync.pause` alone, in one run.
+
+``drain`` lets running answers end before new weights come; ``retract`` and ``in_place`` take them over in mid-answer. Lengths are
+lognormal per sample, fixed by its seed, so that all runs generate as many tokens for a prompt. Train rank and rollout side are pinned to
+one core each. Prints samples/s of each, and their ratios to draining.
+
+    python benchmarks/interrupt.py [--steps 16] [--median 32] [--sigma 1.0] [--longest 768]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from areal_mega.core.types import Prompt
+from areal_mega.rollout.inference import GenerateRequest
+from areal_mega.rollout.rlvr import RLVRWorkflow
+from areal_mega.rollout.workflow import WorkflowContext
+
+ROOT = Path(__file__).resolve().parent.parent
+SKIP = 2
+"""First steps left out: the loop fills up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailContext(WorkflowContext):
+    """Every sample ends at a length of its own: lognormal, cut at ``longest``."""
+
+    median: float
+    sigma: float
+    longest: int
+
+    def requests(self, input_ids: Sequence[int], prompt: Prompt, members: Sequence[int] | None = None) -> list[GenerateRequest]:
+        return [replace(request, max_new_tokens=self._length(request.seed)) for request in super().requests(input_ids, prompt, members)]
+
+    def _length(self, seed: int | None) -> int:
+        return min(self.longest, 1 + round(random.Random(seed).lognormvariate(math.log(self.median), self.sigma)))
+
+
+class TailWorkflow(RLVRWorkflow):
+    """One turn, with answers of such lengths."""
+
+    def __init__(self, context: WorkflowContext, **tail: Any) -> None:
+        super().__init__(TailContext(**{field.name: getattr(context, field.name) for field in fields(context)}, **tail))
+
+
+def reward(prompt: str, completion: str, answer: str, **row: Any) -> float:
+    """Something that differs within a group."""
+    return float(sum(map(ord, completion)) % 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--median", type=float, default=32.0, help="tokens")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the length")
+    parser.add_argument("--longest", type=int, default=768, help="tokens")
+    parser.add_argument("--staleness", type=int, default=2, help="max_staleness")
+    parser.add_argument("--concurrent", type=int, default=12, help="prompts (of 8 samples) generated at once")
+    parser.add_argument("--modes", default="drain,retract,in_place")
+    args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit("this benchmark pins the two roles to a core each and needs two")
+    os.chdir(ROOT)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="interrupt-") as root:
+        make_model(Path(root) / "model", args.longest)
+        for mode in args.modes.split(","):
+            found[mode] = run(root, mode, args, cores)
+            show(mode, found[mode])
+    for mode in found.keys() - {"drain"}:
+        print(f"ratio {mode}/drain {found[mode]['samples_per_s'] / found['drain']['samples_per_s']:.2f}")
+
+
+def make_model(folder: Path, longest: int) -> None:
+    """The quickstart's model with room for long answers, and no token that ends one."""
+    shutil.copytree(ROOT / "recipes/quickstart_model", folder)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        content = json.loads((folder / name).read_text())
+        content |= {key: None for key in ("eos_token_id", "eos_token") if key in content}
+        if name == "config.json":
+            content["max_position_embeddings"] = longest + 16
+        (folder / name).write_text(json.dumps(content))
+
+
+def run(root: str, mode: str, args: argparse.Namespace, cores: list[int]) -> dict[str, float]:
+    from areal_mega import Trainer, load_recipe
+
+    tail = {"median": args.median, "sigma": args.sigma, "longest": args.longest}
+    settings = [
+        f"run.root={root}",
+        f"run.name={mode}",
+        f"run.steps={args.steps}",
+        f"model.path={root}/model",
+        "warmup.steps=0",
+        "reward.path=interrupt.reward",
+        "rollout.group_size=8",
+        f"rollout.max_new_tokens={args.longest}",
+        f"rollout.max_concurrent_prompts={args.concurrent}",
+        f"sync.pause={mode}",
+        f"staleness.max_staleness={args.staleness}",
+        "train.strategy=megatron:d1",
+        "train.batch_size=8",
+        "train.microbatch_tokens=2048",
+        "data.valid=null",
+        "eval.every_steps=0",
+        "checkpoint.export_at_end=false",
+        "observe.mlflow=false",
+        "observe.report=false",
+        "observe.console=off",
+        f"launch.train_cpus=[{cores[0]}]",
+        f"launch.rollout_cpus=[{cores[1]}]",
+    ]
+    with Trainer(load_recipe("recipes/quickstart.yaml", settings)) as trainer:
+        result = trainer.train(workflow="interrupt.TailWorkflow", workflow_kwargs=tail)
+    lines = [json.loads(line)["metrics"] for line in Path(result.run_dir, "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "batch/samples" in line][SKIP:]
+
+    def total(key: str) -> float:
+        return sum(step.get(key, 0.0) for step in steps)
+
+    seconds = total("time/total")
+    return {
+        "samples_per_s": total("batch/samples") / seconds,
+        "tokens_per_s": total("rollout/tokens") / seconds,
+        "seconds": seconds / len(steps),
+        "wait": total("time/wait_rollout") / len(steps),
+        "train": (total("time/fetch") + total("time/logprobs") + total("time/update")) / len(steps),
+        "drain": total("sync/drain_s") / len(steps),
+        "staleness": total("staleness/mean") / len(steps),
+    }
+
+
+def show(mode: str, figures: dict[str, float]) -> None:
+    print(
+        f"{mode:>8}: {figures['samples_per_s']:7.1f} samples/s, {figures['tokens_per_s']:7.0f} tokens/s, {figures['seconds']:.2f} s a step "
+        f"(waiting for rollouts {figures['wait']:.2f}, training {figures['train']:.2f}, draining {figures['drain']:.2f}), "
+        f"mean staleness {figures['staleness']:.2f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
