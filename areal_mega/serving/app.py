@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=int, default=30000, help="0: any free one, printed when ready")
     p.add_argument("--dtype", default="auto", help="bfloat16, float32, or auto: as config.json says")
+    p.add_argument("--kernels", default="auto", choices=["auto", "native", "torch"], help="native: built by the C++ compiler, or an error")
     p.add_argument("--context-length", type=int, help="longest prompt plus answer; default: as config.json says")
     p.add_argument("--max-running-requests", type=int, default=256)
     p.add_argument("--max-total-tokens", type=int, help="limit of running requests x the longest one; default: a fifth of memory")
@@ -135,12 +136,13 @@ async def _assemble(options: argparse.Namespace) -> tuple[Any, list[Any]]:
         encode=text.encode if text.known else None,
         decode_known=text.known,
     )
+    chosen = {"context_length": limits.context_length, "kernels": weights.ops.name}
     info = ServerInfo(
         model_path=path,
         served_name=options.served_model_name or path,
         version=__version__,
         dtype=str(weights.dtype).removeprefix("torch."),
-        args={k: v for k, v in vars(options).items() if k != "model"} | {"context_length": limits.context_length},
+        args={k: v for k, v in vars(options).items() if k != "model"} | chosen,
         started=time.time(),
     )
     frontend = Frontend(text, facts, info, options.max_queued_requests)
@@ -166,7 +168,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, dict[str, Any], Any]:
     from areal_mega.serving.loader import load_weights
     from areal_mega.serving.model import Model
 
-    weights, hf = load_weights(options.model_path, options.dtype)
+    weights, hf = load_weights(options.model_path, options.dtype, options.kernels)
     limits = _limits(options, weights)
     return Model(weights, limits.context_length), hf, limits
 

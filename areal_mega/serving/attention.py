@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areal_mega.serving.kv import KVCache
+from areal_mega.serving.ops import Kernels, Ops
 
 _WASTE = 1.5
 """Rows are filled together as long as padding makes at most so many times the work."""
@@ -111,10 +112,12 @@ class StepAttention:
         cache: with room for every row and position of the step.
         lengths: cached tokens of each decoding row, [rows]; its new token goes to that position.
         fills: the filled rows.
+        ops: how the model computes.
     """
 
-    def __init__(self, cache: KVCache, lengths: np.ndarray, fills: Sequence[Fill]) -> None:
+    def __init__(self, cache: KVCache, lengths: np.ndarray, fills: Sequence[Fill], ops: Ops) -> None:
         arch = cache.arch
+        self._kernels = ops if isinstance(ops, Kernels) else None
         self.cache, self.decoding, self.scale = cache, len(lengths), arch.scale
         self._groups, self._value_dim = arch.heads // arch.kv_heads, arch.value_dim
         decode_positions = torch.from_numpy(lengths.astype(np.int64))
@@ -123,7 +126,10 @@ class StepAttention:
         ranges = [torch.arange(f.start, f.start + f.count) for f in self._fills]
         self.rows_t = torch.cat([torch.arange(self.decoding), fill_rows])
         self.positions_t = torch.cat([decode_positions, *ranges])
-        self._runs = [self._decode_run(run, decode_positions) for run in cut_rows(lengths + 1, arch.kv_heads)]
+        self._lengths = decode_positions + 1
+        # The kernel takes each row by its own length.
+        runs = [] if self._kernels is not None else cut_rows(lengths + 1, arch.kv_heads)
+        self._runs = [self._decode_run(run, decode_positions) for run in runs]
         self._batches = list(self._plan_fills())
 
     def _decode_run(self, run: Run, positions: Tensor) -> _DecodeRun:
@@ -179,7 +185,17 @@ class StepAttention:
         keys[self.rows_t, :, self.positions_t] = k_thd
         if v_thd is not None:
             values[self.rows_t, :, self.positions_t] = v_thd
-        parts = [self._decode(run, q_thd, keys, values) for run in self._runs]
+        return self.attend(layer, q_thd)
+
+    def attend(self, layer: int, q_thd: Tensor) -> Tensor:
+        """The same, once the keys and values are written."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if self._kernels is None:
+            parts = [self._decode(run, q_thd, keys, values) for run in self._runs]
+        elif self.decoding:
+            parts = [self._kernels.decode(q_thd[: self.decoding].contiguous(), keys, values, self._lengths, self.scale)]
+        else:
+            parts = []
         parts += [self._fill(batch, q_thd, keys, values) for batch in self._batches]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from areal_mega.serving.arch import Experts
 from areal_mega.serving.attention import StepAttention
 from areal_mega.serving.linear import Linear
+from areal_mega.serving.ops import Kernels
 from areal_mega.serving.weights import Weights
 
 _LATENT_EPS = 1e-6
@@ -33,7 +34,7 @@ class GroupedQuery:
     """Attention of the Llama kind, with optional biases, norms per head, and rotation of a part of each head."""
 
     def __init__(self, weights: Weights, layer: int) -> None:
-        self._arch, self._layer = weights.arch, layer
+        self._arch, self._layer, self._ops = weights.arch, layer, weights.ops
         self._qkv = weights.linear("self_attention.linear_qkv", layer)
         self._out = weights.linear("self_attention.linear_proj", layer)
         self._norm: Tensor | None = None
@@ -49,6 +50,8 @@ class GroupedQuery:
 
     def __call__(self, h: Tensor, angles: Angles, attention: StepAttention) -> Tensor:
         arch = self._arch
+        if isinstance(self._ops, Kernels):
+            return self._out(attention.attend(self._layer, self._place(self._ops, self._qkv(h), angles, attention)))
         rotated = arch.heads + arch.kv_heads
         qkv = self._qkv(h).view(len(h), rotated + arch.kv_heads, arch.key_dim)
         qk = qkv[:, :rotated]
@@ -59,6 +62,11 @@ class GroupedQuery:
         else:
             qk = torch.cat([angles.rotate(qk[..., : arch.rotary.dim]), qk[..., arch.rotary.dim :]], -1)
         return self._out(attention(self._layer, qk[:, : arch.heads], qk[:, arch.heads :], qkv[:, rotated:]))
+
+    def _place(self, kernels: Kernels, qkv: Tensor, angles: Angles, attention: StepAttention) -> Tensor:
+        keys, values = attention.cache.keys[self._layer], attention.cache.values[self._layer]
+        slots = {"positions": attention.positions_t, "rows": attention.rows_t, "keys": keys, "values": values}
+        return kernels.place(qkv, heads=self._arch.heads, norm=self._norm, eps=self._arch.eps, cos=angles.cos, sin=angles.sin, **slots)
 
 
 class LatentAttention:
@@ -106,10 +114,10 @@ class Gated:
 
     def __init__(self, weights: Weights, layer: int, role: str = "mlp") -> None:
         self._up, self._down = weights.linear(f"{role}.linear_fc1", layer), weights.linear(f"{role}.linear_fc2", layer)
+        self._ops = weights.ops
 
     def __call__(self, h: Tensor) -> Tensor:
-        gate, up = self._up(h).chunk(2, -1)
-        return self._down(F.silu(gate).mul_(up))
+        return self._down(self._ops.silu_mul(self._up(h)))
 
 
 class Sparse:
@@ -128,6 +136,9 @@ class Sparse:
         shared = weights.get("mlp.shared_experts.linear_fc1.weight", layer) is not None
         self._shared = Gated(weights, layer, "mlp.shared_experts") if shared else None
         self._shared_gate = weights.get("mlp.shared_experts.gate_weight", layer)
+        self._ops = weights.ops
+        self._grouped = all(p.by_kernels and p.bias is None for p in (*self._up, *self._down))
+        self._addresses: tuple[Tensor, Tensor] | None = None
 
     def _widen(self) -> None:
         self._router32 = self._router.weight.float()
@@ -169,6 +180,13 @@ class Sparse:
         return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(1)
 
     def _routed(self, h_th: Tensor, weight_tk: Tensor, chosen_tk: Tensor) -> Tensor:
+        if not (isinstance(self._ops, Kernels) and self._grouped):
+            return self._routed_by_torch(h_th, weight_tk, chosen_tk)
+        if self._addresses is None:
+            self._addresses = (_addresses(self._up), _addresses(self._down))
+        return self._ops.experts(h_th, weight_tk, chosen_tk, *self._addresses, self._down[0].weight.shape[1])
+
+    def _routed_by_torch(self, h_th: Tensor, weight_tk: Tensor, chosen_tk: Tensor) -> Tensor:
         """Tokens sorted by expert: one product per projection and expert that has tokens, one operation for all between."""
         k = self.experts.top_k
         flat = chosen_tk.flatten()
@@ -177,13 +195,20 @@ class Sparse:
         used = [expert for expert, count in enumerate(counts) if count]
         sizes = [counts[expert] for expert in used]
         parts = h_th[order // k].split(sizes)
-        gate, up = torch.cat([self._up[expert](part) for expert, part in zip(used, parts, strict=True)]).chunk(2, -1)
-        parts = F.silu(gate).mul_(up).split(sizes)
+        both = torch.cat([self._up[expert](part) for expert, part in zip(used, parts, strict=True)])
+        parts = self._ops.silu_mul(both).split(sizes)
         out = torch.cat([self._down[expert](part) for expert, part in zip(used, parts, strict=True)])
         # Summed per token in the order of its k experts, whoever else is in the batch: back to [t, k, h] first.
         placed = torch.empty_like(out)
         placed[order] = out
         return (placed.view(len(h_th), k, -1) * weight_tk.to(out.dtype).unsqueeze(-1)).sum(1)
+
+
+def _addresses(products: list[Linear]) -> Tensor:
+    """Of packed weights, which stay where they are; int64 [experts]."""
+    packed = [p.packed for p in products]
+    assert all(p is not None for p in packed), "used before it was loaded"
+    return torch.tensor([p.data_ptr() for p in packed if p is not None], dtype=torch.int64)
 
 
 def make_attention(weights: Weights, layer: int) -> GroupedQuery | LatentAttention:

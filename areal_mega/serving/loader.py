@@ -13,6 +13,8 @@ from areal_mega.models.hf_config import load_hf_config
 from areal_mega.models.hf_io import HFSource, resolve_folder
 from areal_mega.models.registry import family_for
 from areal_mega.serving.arch import Arch, parameters, read_arch
+from areal_mega.serving.native import choose
+from areal_mega.serving.ops import make_ops
 from areal_mega.serving.weights import Weights, load_all
 
 DTYPES = {
@@ -38,15 +40,16 @@ def choose_dtype(name: str, hf: dict[str, Any]) -> torch.dtype:
     return DTYPES[wanted]
 
 
-def load_weights(path: str, dtype: str) -> tuple[Weights, dict[str, Any]]:
-    """Read config.json and all weights of a folder or hub name.
+def load_weights(path: str, dtype: str, kernels: str = "auto") -> tuple[Weights, dict[str, Any]]:
+    """Read config.json and all weights of a folder or hub name. ``kernels``: auto, native or torch, see ``native.choose``.
 
     Raises:
-        UserError: missing folder, unknown architecture, missing or superfluous tensors.
+        UserError: missing folder, unknown architecture, missing or superfluous tensors; kernels that cannot be built.
     """
     hf = load_hf_config(path)
     arch = read_arch(hf)
-    weights = Weights(arch, choose_dtype(dtype, hf), parameters(hf))
+    chosen = choose_dtype(dtype, hf)
+    weights = Weights(arch, chosen, parameters(hf), make_ops(choose(kernels), chosen))
     fill_from(weights, path, hf)
     return weights, hf
 

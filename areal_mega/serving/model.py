@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from areal_mega.serving.arch import rope_frequencies
@@ -50,22 +49,23 @@ class Model:
 
     def forward(self, tokens_t: Tensor, attention: StepAttention) -> Tensor:
         """Hidden states [t, hidden] after the final norm; experts chosen go to the cache where it keeps them."""
-        arch, positions = self.arch, attention.positions_t
-        x = self._embedding[tokens_t]
+        arch, ops, positions = self.arch, self.weights.ops, attention.positions_t
+        x = self._embedding.index_select(0, tokens_t)
         angles = Angles(self._cos[positions], self._sin[positions])
         routed: list[Tensor] = []
+        # Each sum x + delta is made by the norm that reads it.
+        delta: Tensor | None = None
         for layer in self._layers:
-            x = x + layer.attention(F.rms_norm(x, (arch.hidden,), layer.input_norm, arch.eps), angles, attention)
-            h = F.rms_norm(x, (arch.hidden,), layer.mlp_norm, arch.eps)
+            delta = layer.attention(ops.add_norm(x, delta, layer.input_norm, arch.eps), angles, attention)
+            h = ops.add_norm(x, delta, layer.mlp_norm, arch.eps)
             if isinstance(layer.mlp, Sparse):
-                out, experts = layer.mlp(h)
-                x = x + out
+                delta, experts = layer.mlp(h)
                 routed.append(experts)
             else:
-                x = x + layer.mlp(h)
+                delta = layer.mlp(h)
         if attention.cache.routed is not None and routed:
             self._keep_routed(attention, routed)
-        return F.rms_norm(x, (arch.hidden,), self._final_norm, arch.eps)
+        return ops.add_norm(x, delta, self._final_norm, arch.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocab], in the model's dtype."""

@@ -6,11 +6,13 @@ where the request was interrupted and continued.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from areal_mega.serving.ops import Kernels, Ops
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 256
@@ -42,6 +44,9 @@ class RowSampling:
     seed: np.ndarray
     position: np.ndarray
 
+    def subset(self, rows: np.ndarray) -> RowSampling:
+        return RowSampling(*(getattr(self, field.name)[rows] for field in fields(self)))
+
 
 class NotFinite(ArithmeticError):
     """The logits of ``row`` give no probabilities."""
@@ -51,23 +56,35 @@ class NotFinite(ArithmeticError):
         super().__init__("logits are not finite")
 
 
-def sample(logits_rv: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor, Tensor]:
+def sample(logits_rv: Tensor, rows: RowSampling, ops: Ops) -> tuple[Tensor, Tensor]:
     """Draw a token for every row.
 
     Args:
         logits_rv: [rows, vocab], of any float type; computed with in float32.
 
     Returns:
-        tokens int64 [rows]; their log-probabilities float32 [rows]; log-probabilities of all tokens, [rows, vocab]. These are
-        log_softmax(logits / temperature) before top-k, top-p and min-p, as SGLang reports them; of a greedy row, log_softmax(logits).
+        tokens int64 [rows]; their log-probabilities float32 [rows], see ``log_probabilities``.
 
     Raises:
         NotFinite: a row has NaN or infinity, or -infinity throughout (some -infinity is a token's exclusion).
     """
+    if not isinstance(ops, Kernels):
+        return _sample_by_torch(logits_rv, rows)
+    random = torch.from_numpy(uniforms(rows.seed, rows.position))
+    tokens, logprobs = ops.draw(logits_rv.contiguous(), torch.from_numpy(rows.temperature), random)
+    bad = logprobs.isnan()
+    if bad.any():
+        raise NotFinite(int(bad.to(torch.uint8).argmax()))
+    limited = np.flatnonzero(_limited(rows) & (rows.temperature > 0.0))
+    if len(limited):
+        where = torch.from_numpy(limited)
+        tokens[where], logprobs[where] = _sample_by_torch(logits_rv[where], rows.subset(limited))
+    return tokens, logprobs
+
+
+def _sample_by_torch(logits_rv: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
     greedy = rows.temperature == 0.0
-    scale = np.where(greedy, 1.0, rows.temperature).astype(np.float32)
-    scaled = logits_rv.float() if (scale == 1.0).all() else logits_rv / torch.from_numpy(scale)[:, None]
-    logprobs_rv = torch.log_softmax(scaled, -1)
+    logprobs_rv = log_probabilities(logits_rv, rows.temperature)
     bad = logprobs_rv[:, 0].isnan()  # the sum over a row makes one bad logit all of its log-probabilities' affair
     if bad.any():
         raise NotFinite(int(bad.to(torch.uint8).argmax()))
@@ -77,7 +94,19 @@ def sample(logits_rv: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor, Tensor
         tokens = _draw(logprobs_rv, rows)
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy), logits_rv.argmax(-1), tokens)
-    return tokens, logprobs_rv.gather(1, tokens[:, None]).squeeze(1), logprobs_rv
+    return tokens, logprobs_rv.gather(1, tokens[:, None]).squeeze(1)
+
+
+def log_probabilities(logits_rv: Tensor, temperature: np.ndarray) -> Tensor:
+    """log_softmax(logits / temperature) before top-k, top-p and min-p, as SGLang reports them; of a greedy row, log_softmax(logits)."""
+    scale = np.where(temperature == 0.0, 1.0, temperature).astype(np.float32)
+    scaled = logits_rv.float() if (scale == 1.0).all() else logits_rv / torch.from_numpy(scale)[:, None]
+    return torch.log_softmax(scaled, -1)
+
+
+def _limited(rows: RowSampling) -> np.ndarray:
+    limited: np.ndarray = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
+    return limited
 
 
 def _draw(logprobs_rv: Tensor, rows: RowSampling) -> Tensor:
@@ -90,7 +119,7 @@ def _draw(logprobs_rv: Tensor, rows: RowSampling) -> Tensor:
     probabilities = torch.empty(count, blocks * _BLOCK)
     torch.exp(logprobs_rv, out=probabilities[:, :vocab])
     probabilities[:, vocab:] = 0.0
-    limited = np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0))
+    limited = np.flatnonzero(_limited(rows))
     if len(limited):
         where = torch.from_numpy(limited)
         probabilities[where] = _limit(probabilities[where], rows, limited)

@@ -14,7 +14,7 @@ from torch import Tensor
 from areal_mega.core.errors import RunFailed
 from areal_mega.serving.admission import Candidate, Pick, admit
 from areal_mega.serving.attention import Fill, StepAttention, wasted
-from areal_mega.serving.sampling import NotFinite, sample
+from areal_mega.serving.sampling import NotFinite, log_probabilities, sample
 from areal_mega.serving.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class StepRunner:
         """Returns sequences that somebody should be told of: finished, or streaming."""
         engine, rows = self._engine, self._engine.rows
         self._make_room()
-        if wasted(rows.lengths[: rows.decoding] + 1, rows.kv.arch.kv_heads) > _SORT_ABOVE:
+        ops = engine.model.weights.ops
+        if not ops.native and wasted(rows.lengths[: rows.decoding] + 1, rows.kv.arch.kv_heads) > _SORT_ABOVE:
             rows.sort()
         before = rows.decoding
         fills, followers = self._fills(admit)
@@ -48,7 +49,7 @@ class StepRunner:
             self._copy_prefix(fill)
         contexts = [rows.sequences[f.row].context[f.start : f.start + f.count] for f in fills]
         tokens = torch.from_numpy(np.concatenate([rows.last[:before], *contexts]))
-        hidden = engine.model.forward(tokens, StepAttention(rows.kv, rows.lengths[:before], fills))
+        hidden = engine.model.forward(tokens, StepAttention(rows.kv, rows.lengths[:before], fills, ops))
         rows.lengths[:before] += 1
         ready, hidden_index = self._close_fills(fills, followers, hidden, before)
         engine.counters.steps += 1
@@ -208,7 +209,7 @@ class StepRunner:
             if (rows.made[ready] < rows.minimum[ready]).any():
                 self._forbid_stops(logits, ready)
             try:
-                tokens_t, logprobs_t, all_rv = sample(logits, rows.sampling(ready))
+                tokens_t, logprobs_t = sample(logits, rows.sampling(ready), engine.model.weights.ops)
             except NotFinite as error:
                 rid, dtype = rows.sequences[int(ready[error.row])].rid, str(engine.model.weights.dtype).removeprefix("torch.")
                 raise RunFailed(
@@ -224,7 +225,7 @@ class StepRunner:
                 stopped = verdict[i] == 1
                 ends[row] = {"type": "stop", "matched": int(tokens[i])} if stopped else {"type": "length", "length": int(rows.budget[row])}
             if rows.watched[: len(rows)].any():
-                told = self._watch(ready, all_rv, ends)
+                told = self._watch(ready, logits, ends)
         finished = []
         for row in sorted(ends, reverse=True):  # from the end, so that no row to be removed is moved
             engine.keep_prefix(row)
@@ -252,14 +253,15 @@ class StepRunner:
             stops = rows.stops[ready[i]]
             logits[int(i), torch.from_numpy(stops[stops >= 0])] = float("-inf")
 
-    def _watch(self, ready: np.ndarray, all_rv: Tensor, ends: dict[int, dict[str, Any]]) -> list[Sequence]:
+    def _watch(self, ready: np.ndarray, logits_rv: Tensor, ends: dict[int, dict[str, Any]]) -> list[Sequence]:
         """Rows with stop strings, top log-probabilities or a stream. Adds to ``ends``; returns those that stream."""
         rows, streaming = self._engine.rows, []
         for i in np.flatnonzero(rows.watched[ready]):
             row = int(ready[i])
             sequence = rows.sequences[row]
             if sequence.wanted.top_logprobs:
-                top = torch.topk(all_rv[int(i)], sequence.wanted.top_logprobs)
+                every = log_probabilities(logits_rv[int(i)][None], rows.temperature[row : row + 1])[0]
+                top = torch.topk(every, sequence.wanted.top_logprobs)
                 sequence.top_logprobs.append(list(zip(top.values.tolist(), top.indices.tolist(), strict=True)))
             if sequence.params.stop and (ends.get(row, {}).get("type") != "stop"):
                 found = self._stop_string(row, sequence.params.stop)

@@ -14,6 +14,7 @@ import torch
 from areal_mega.core.errors import UserError
 from areal_mega.serving.arch import Arch
 from areal_mega.serving.linear import Linear
+from areal_mega.serving.ops import Ops
 from areal_mega.sync.digest import combine, tensor_digests
 
 if TYPE_CHECKING:
@@ -26,11 +27,12 @@ class Weights:
     """All parameters of a model. ``hf`` maps every HuggingFace name to a view of them. Parameters are NaN until loaded.
 
     Args:
+        ops: how the model computes, and so how products are packed.
         parameters: entries of the family's table. Several HF tensors of one entry (query, key, value; gate, up) stand one after the other.
     """
 
-    def __init__(self, arch: Arch, dtype: torch.dtype, parameters: Iterable[Param]) -> None:
-        self.arch, self.dtype = arch, dtype
+    def __init__(self, arch: Arch, dtype: torch.dtype, parameters: Iterable[Param], ops: Ops) -> None:
+        self.arch, self.dtype, self.ops = arch, dtype, ops
         self.hf: dict[str, Tensor] = {}
         self._parameters: dict[tuple[int | None, int | None, str], Tensor] = {}
         self._names: dict[tuple[int | None, int | None, str], tuple[str, ...]] = {}
@@ -51,8 +53,11 @@ class Weights:
 
     def linear(self, role: str, layer: int | None = None, expert: int | None = None) -> Linear:
         """The product with ``role.weight`` and, where there is one, ``role.bias``; packed by every ``refresh``."""
-        made = Linear(self.need(f"{role}.weight", layer, expert), self.get(f"{role}.bias", layer, expert))
+        bias = self.get(f"{role}.bias", layer, expert)
+        made = Linear(self.need(f"{role}.weight", layer, expert), bias, self.ops)
         self.derive(made.pack, f"{role}.weight", layer, expert)
+        if bias is not None:
+            self.derive(made.pack, f"{role}.bias", layer, expert)
         return made
 
     def derive(self, make: Callable[[], None], role: str, layer: int | None = None, expert: int | None = None) -> None:

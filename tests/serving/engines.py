@@ -11,14 +11,26 @@ import torch
 from areal_mega.serving.engine import Engine, EngineLimits
 from areal_mega.serving.loader import load_weights
 from areal_mega.serving.model import Model
+from areal_mega.serving.native import Unavailable, load
 from areal_mega.serving.sequence import SamplingParams, Sequence, Wanted
+
+
+def forms() -> list[str]:
+    """What this machine can compute with, for ``--kernels``."""
+    try:
+        load()
+    except Unavailable:
+        return ["torch"]
+    return ["torch", "native"]
 
 
 class Driven:
     """An engine without its thread: ``run`` steps until nothing is left to do."""
 
-    def __init__(self, folder: Path, *, dtype: str = "fp32", eos: tuple[int, ...] = (), decode: Any = None, **limits: Any) -> None:
-        weights, _ = load_weights(str(folder), dtype)
+    def __init__(
+        self, folder: Path, *, dtype: str = "fp32", eos: tuple[int, ...] = (), decode: Any = None, kernels: str = "auto", **limits: Any
+    ) -> None:
+        weights, _ = load_weights(str(folder), dtype, kernels)
         defaults: dict[str, Any] = {"max_rows": 32, "max_tokens": 32 * 512, "context_length": 512, "chunk": 2048}
         chosen = EngineLimits(**{**defaults, **limits})
         self.told: list[Sequence] = []

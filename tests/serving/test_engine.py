@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import Driven, Judge, sequence
+from engines import Driven, Judge, forms, sequence
 from tiny_models import FAMILIES, SPARSE, tiny_model
 
 from areal_mega.serving.sequence import Sequence, Wanted
@@ -63,12 +63,14 @@ def outputs(sequences: list[Sequence]) -> dict[str, list[int]]:
 def test_greedy_tokens_and_logprobs_are_transformers(variant: str, tmp_path: Path) -> None:
     family, overrides = VARIANTS[variant]
     folder = tiny_model(tmp_path, family, **overrides)
-    driven, judge, sequences = Driven(folder), Judge(folder), workload()
-    driven.submit(*sequences)
-    driven.run()
-    for s in sequences:
-        assert s.finish == {"type": "length", "length": s.params.max_new_tokens}
-        judge.check(s)
+    judge = Judge(folder)
+    for kernels in forms():
+        driven, sequences = Driven(folder, kernels=kernels), workload()
+        driven.submit(*sequences)
+        driven.run()
+        for s in sequences:
+            assert s.finish == {"type": "length", "length": s.params.max_new_tokens}
+            judge.check(s)
 
 
 @pytest.mark.parametrize(

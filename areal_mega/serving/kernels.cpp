@@ -1,0 +1,404 @@
+// Kernels of the embedded server, for any CPU; products of bf16 where the CPU multiplies them (AVX512-BF16).
+//
+// Built and called by native.py. Plain pointers in, nothing allocated for the caller, no error possible: what callers must keep is
+// asserted there. Arithmetic is in fp32, results are rounded once. A row's result never depends on the other rows of a call.
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <algorithm>
+#include <omp.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+struct bf16 { uint16_t bits; };
+
+inline float up(bf16 v) { uint32_t u = uint32_t(v.bits) << 16; float f; std::memcpy(&f, &u, 4); return f; }
+inline float up(float v) { return v; }
+inline void down(float f, float& out) { out = f; }
+inline void down(float f, bf16& out) {
+    uint32_t u; std::memcpy(&u, &f, 4);
+    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;  // to the nearest, ties to even
+    out.bits = uint16_t(f == f ? rounded : 0x7fc0u);
+}
+
+// exp for any float: NaN stays, below -87.3 (the least normal result) 0, above 88 as at 88. Relative error below 2e-7.
+inline float expo(float x) {
+    const float y = x > 88.0f ? 88.0f : x;
+    const float n = std::nearbyintf(y * 1.44269504f);
+    const float r = (y - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    float p = 1.9875691500e-4f;  // minimax polynomial of exp(r) - 1 - r on [-ln 2 / 2, ln 2 / 2] over r^2
+    p = p * r + 1.3981999507e-3f; p = p * r + 8.3334519073e-3f; p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f; p = p * r + 5.0000001201e-1f;
+    const float whole = p * (r * r) + r + 1.0f;
+    const float in_range = y < -87.3f ? 0.0f : n;
+    const int32_t power = (int32_t(in_range) + 127) << 23;
+    float scale; std::memcpy(&scale, &power, 4);
+    return y < -87.3f ? 0.0f : whole * scale;
+}
+
+// All threads or this one alone: a team of another size would end threads and start new ones.
+template <class F> void share(bool worth, int threads, F&& work) {
+    if (!worth || threads < 2) { work(0, 1); return; }
+    #pragma omp parallel num_threads(threads)
+    work(omp_get_thread_num(), omp_get_num_threads());
+}
+
+// ---- Norm, rotation, activation
+
+template <class T> void add_norm(T* x, const T* delta, const T* weight, float eps, T* out, int64_t rows, int64_t width, int threads) {
+    share(rows * width > 16384, threads, [=](int64_t me, int64_t all) {
+        for (int64_t t = rows * me / all; t < rows * (me + 1) / all; ++t) {
+            T* row = x + t * width;
+            float squares = 0;
+            if (delta) {
+                const T* d = delta + t * width;
+                #pragma omp simd reduction(+ : squares)
+                for (int64_t i = 0; i < width; ++i) { down(up(row[i]) + up(d[i]), row[i]); const float v = up(row[i]); squares += v * v; }
+            } else {
+                #pragma omp simd reduction(+ : squares)
+                for (int64_t i = 0; i < width; ++i) { const float v = up(row[i]); squares += v * v; }
+            }
+            const float scale = 1.0f / std::sqrt(squares / float(width) + eps);
+            T* o = out + t * width;
+            #pragma omp simd
+            for (int64_t i = 0; i < width; ++i) down(up(row[i]) * scale * up(weight[i]), o[i]);
+        }
+    });
+}
+
+template <class T> void silu_mul(const T* both, T* out, int64_t rows, int64_t width, int threads) {
+    share(rows * width > 8192, threads, [=](int64_t me, int64_t all) {
+        const int64_t total = rows * width;
+        for (int64_t at = total * me / all, end = total * (me + 1) / all; at < end;) {
+            const int64_t t = at / width, first = at % width, count = std::min(width - first, end - at);
+            const T *gate = both + 2 * t * width + first, *value = gate + width;
+            T* o = out + at;
+            #pragma omp simd
+            for (int64_t i = 0; i < count; ++i) { const float g = up(gate[i]); down(g / (1.0f + expo(-g)) * up(value[i]), o[i]); }
+            at += count;
+        }
+    });
+}
+
+struct Heads { int64_t query, kv, dim, rotary; };
+struct Slots { int64_t capacity, key_dim, value_dim, value_step, kv; };  // of one layer: [rows, kv, capacity, dim], steps in elements
+
+// Norm (optional) and rotation of queries and keys, by cosines and sines per token; queries to q, keys and values to the cache.
+template <class T> void place(const T* qkv, const T* norm, float eps, const T* cosine, const T* sine, const int64_t* positions,
+                              const int64_t* rows, int64_t count, Heads h, T* q, T* keys, T* values, int64_t capacity, int threads) {
+    share(count * h.query * h.dim > 8192, threads, [=](int64_t me, int64_t all) {
+        float x[1024];  // dim <= 1024, asserted by the caller
+        const int64_t half = h.rotary / 2;
+        for (int64_t t = count * me / all; t < count * (me + 1) / all; ++t) {
+            const T *c = cosine + t * h.rotary, *s = sine + t * h.rotary;
+            const T* token = qkv + t * (h.query + 2 * h.kv) * h.dim;
+            for (int64_t head = 0; head < h.query + h.kv; ++head) {
+                const T* in = token + head * h.dim;
+                for (int64_t i = 0; i < h.dim; ++i) x[i] = up(in[i]);
+                if (norm) {
+                    float squares = 0;
+                    #pragma omp simd reduction(+ : squares)
+                    for (int64_t i = 0; i < h.dim; ++i) squares += x[i] * x[i];
+                    const float scale = 1.0f / std::sqrt(squares / float(h.dim) + eps);
+                    for (int64_t i = 0; i < h.dim; ++i) x[i] *= scale * up(norm[head * h.dim + i]);
+                }
+                T* out = head < h.query ? q + (t * h.query + head) * h.dim
+                                        : keys + ((rows[t] * h.kv + head - h.query) * capacity + positions[t]) * h.dim;
+                for (int64_t i = 0; i < half; ++i) {
+                    down(x[i] * up(c[i]) + x[i + half] * up(s[i]), out[i]);
+                    down(x[i + half] * up(c[i + half]) + x[i] * up(s[i + half]), out[i + half]);
+                }
+                for (int64_t i = h.rotary; i < h.dim; ++i) down(x[i], out[i]);
+            }
+            for (int64_t head = 0; head < h.kv; ++head)
+                std::memcpy(values + ((rows[t] * h.kv + head) * capacity + positions[t]) * h.dim,
+                            token + (h.query + h.kv + head) * h.dim, size_t(h.dim) * sizeof(T));
+        }
+    });
+}
+
+// ---- Attention of one query token per row (online softmax, arXiv:1805.02867), each row over its own length
+
+constexpr int64_t BLOCK = 64, QUERIES = 8;
+
+template <class T, int64_t DIM, int64_t VALUE>
+void attend(const T* q, const T* keys, const T* values, int64_t length, int64_t queries, Slots s, float scale, T* out, float* room) {
+    const int64_t dim = DIM ? DIM : s.key_dim, width = VALUE ? VALUE : s.value_dim;
+    float *qf = room, *k = qf + QUERIES * dim, *v = k + BLOCK * dim, *p = v + BLOCK * width, *o = p + QUERIES * BLOCK;
+    float most[QUERIES], sum[QUERIES];
+    for (int64_t g = 0; g < queries; ++g) {
+        for (int64_t i = 0; i < dim; ++i) qf[g * dim + i] = up(q[g * dim + i]) * scale;
+        for (int64_t i = 0; i < width; ++i) o[g * width + i] = 0;
+        most[g] = -INFINITY, sum[g] = 0;
+    }
+    for (int64_t first = 0; first < length; first += BLOCK) {
+        const int64_t count = std::min(BLOCK, length - first);
+        for (int64_t j = 0; j < count; ++j) {
+            const T *from = keys + (first + j) * s.key_dim, *what = values + (first + j) * s.value_step;
+            for (int64_t i = 0; i < dim; ++i) k[j * dim + i] = up(from[i]);
+            for (int64_t i = 0; i < width; ++i) v[j * width + i] = up(what[i]);
+        }
+        for (int64_t g = 0; g < queries; ++g) {
+            float* w = p + g * BLOCK;
+            const float* a = qf + g * dim;
+            for (int64_t j = 0; j < count; ++j) {
+                float dot = 0;
+                const float* b = k + j * dim;
+                #pragma omp simd reduction(+ : dot)
+                for (int64_t i = 0; i < dim; ++i) dot += a[i] * b[i];
+                w[j] = dot;
+            }
+            float top = most[g], added = 0;
+            for (int64_t j = 0; j < count; ++j) top = w[j] > top ? w[j] : top;
+            #pragma omp simd reduction(+ : added)
+            for (int64_t j = 0; j < count; ++j) { w[j] = expo(w[j] - top); added += w[j]; }
+            const float keep = expo(most[g] - top);
+            sum[g] = sum[g] * keep + added, most[g] = top;
+            float* to = o + g * width;
+            for (int64_t i = 0; i < width; ++i) to[i] *= keep;
+            for (int64_t j = 0; j < count; ++j) {
+                const float weight = w[j];
+                const float* b = v + j * width;
+                #pragma omp simd
+                for (int64_t i = 0; i < width; ++i) to[i] += weight * b[i];
+            }
+        }
+    }
+    for (int64_t g = 0; g < queries; ++g)
+        for (int64_t i = 0; i < width; ++i) down(o[g * width + i] / sum[g], out[g * width + i]);
+}
+
+template <class T> void decode(const T* q, const T* keys, const T* values, const int64_t* lengths, int64_t rows, int64_t groups, Slots s,
+                               float scale, T* out, int threads) {
+    const int64_t parts = (groups + QUERIES - 1) / QUERIES, tasks = rows * s.kv * parts;
+    std::atomic<int64_t> next{0};
+    int64_t work = 0;
+    for (int64_t r = 0; r < rows; ++r) work += lengths[r] * s.kv * groups * s.key_dim;
+    share(work > 65536, threads, [&](int64_t, int64_t) {
+        float* room = static_cast<float*>(std::malloc(sizeof(float) * size_t((QUERIES + BLOCK) * (s.key_dim + s.value_dim) + QUERIES * BLOCK)));
+        for (int64_t task; (task = next.fetch_add(1)) < tasks;) {
+            const int64_t row = task / (s.kv * parts), head = task / parts % s.kv, first = task % parts * QUERIES;
+            const int64_t at = row * s.kv + head, count = std::min(QUERIES, groups - first), query = at * groups + first;
+            const T *k = keys + at * s.capacity * s.key_dim, *v = values + at * s.capacity * s.value_step;
+            T* o = out + query * s.value_dim;
+            auto run = attend<T, 0, 0>;
+            if (s.key_dim == 64 && s.value_dim == 64) run = attend<T, 64, 64>;
+            if (s.key_dim == 128 && s.value_dim == 128) run = attend<T, 128, 128>;
+            run(q + query * s.key_dim, k, v, lengths[row], count, s, scale, o, room);
+        }
+        std::free(room);
+    });
+}
+
+// ---- Drawing
+
+constexpr int64_t PIECE = 256;
+
+// exp(logits / temperature - most) of one piece, and its sum.
+template <class T> float exponents(const T* logits, float temperature, float most, int64_t count, float* to) {
+    float sum = 0;
+    #pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; ++i) { to[i] = expo(up(logits[i]) / temperature - most); sum += to[i]; }
+    return sum;
+}
+
+template <class T> void draw_row(const T* logits, float temperature, double uniform, int64_t vocab, double* ends, int64_t& token, float& logprob) {
+    const bool greedy = temperature == 0.0f;
+    const float by = greedy ? 1.0f : temperature;
+    float most = -INFINITY, e[PIECE];
+    #pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < vocab; ++i) { const float v = up(logits[i]); most = v > most ? v : most; }
+    const float top = most / by;
+    const int64_t pieces = (vocab + PIECE - 1) / PIECE;
+    double total = 0;
+    for (int64_t b = 0; b < pieces; ++b) ends[b] = total += double(exponents(logits + b * PIECE, by, top, std::min(PIECE, vocab - b * PIECE), e));
+    token = 0;
+    if (!(total > 0) || std::isinf(total)) { logprob = NAN; return; }
+    if (greedy) {
+        while (up(logits[token]) != most) ++token;
+    } else {
+        const double target = uniform * total;
+        const int64_t b = std::min<int64_t>(std::upper_bound(ends, ends + pieces, target) - ends, pieces - 1);
+        const int64_t count = std::min(PIECE, vocab - b * PIECE);
+        exponents(logits + b * PIECE, by, top, count, e);
+        // A piece's sum in single precision may exceed the sum made here by a rounding: then it is the last token with a probability.
+        double sum = b ? ends[b - 1] : 0.0;
+        for (int64_t i = 0; i < count; ++i) {
+            if (e[i] > 0) token = b * PIECE + i;
+            if ((sum += double(e[i])) > target) break;
+        }
+    }
+    logprob = float(double(up(logits[token]) / by - top) - std::log(total));
+}
+
+template <class T> void draw(const T* logits, const float* temperature, const double* uniform, int64_t rows, int64_t vocab, int64_t* tokens,
+                             float* logprobs, int threads) {
+    std::atomic<int64_t> next{0};
+    share(rows > 1 && rows * vocab > 16384, threads, [&](int64_t, int64_t) {
+        double* ends = static_cast<double*>(std::malloc(sizeof(double) * size_t(vocab / PIECE + 1)));
+        for (int64_t r; (r = next.fetch_add(1)) < rows;)
+            draw_row(logits + r * vocab, temperature[r], uniform[r], vocab, ends, tokens[r], logprobs[r]);
+        std::free(ends);
+    });
+}
+
+// ---- Products of bf16
+
+#ifdef __AVX512BF16__
+constexpr int64_t ROWS = 8, VECTORS = 3, PANEL = 16 * VECTORS, AHEAD = 4096;  // 24 sums, 3 weights and an input in 32 registers
+
+// One panel's outputs of MR rows of x. Weights: [k / 2][48 outputs][2 inputs].
+template <int MR> void tile(const bf16* const* x, int64_t pairs, const uint8_t* weights, const float* bias, int64_t outputs, bf16* const* out) {
+    __m512 sums[MR][VECTORS];
+    #pragma GCC unroll 3
+    for (int v = 0; v < VECTORS; ++v) {
+        const __m512 start = bias ? _mm512_loadu_ps(bias + 16 * v) : _mm512_setzero_ps();
+        #pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) sums[m][v] = start;
+    }
+    const int32_t* in[MR];
+    for (int m = 0; m < MR; ++m) in[m] = reinterpret_cast<const int32_t*>(x[m]);
+    for (int64_t i = 0; i < pairs; ++i, weights += 64 * VECTORS) {
+        __m512bh w[VECTORS];
+        #pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; ++v) {
+            w[v] = (__m512bh)_mm512_loadu_si512(weights + 64 * v);
+            _mm_prefetch(weights + 64 * v + AHEAD, _MM_HINT_T0);  // with few rows it is memory that limits
+        }
+        #pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m) {
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(in[m][i]);
+            #pragma GCC unroll 3
+            for (int v = 0; v < VECTORS; ++v) sums[m][v] = _mm512_dpbf16_ps(sums[m][v], w[v], both);
+        }
+    }
+    #pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m)
+        #pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; ++v) {
+            const int64_t left = outputs - 16 * v;
+            const __mmask16 mask = left >= 16 ? __mmask16(0xffff) : __mmask16(left > 0 ? (1 << left) - 1 : 0);
+            _mm256_mask_storeu_epi16(out[m] + 16 * v, mask, (__m256i)_mm512_cvtneps_pbh(sums[m][v]));
+        }
+}
+
+void panel(const bf16* const* x, int64_t rows, int64_t pairs, const uint8_t* weights, const float* bias, int64_t outputs, bf16* const* out) {
+    static constexpr decltype(&tile<1>) tiles[] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>, tile<7>, tile<8>};
+    for (int64_t m = 0; m < rows;) {
+        const int64_t count = std::min(ROWS, rows - m);
+        tiles[count - 1](x + m, pairs, weights, bias, outputs, out + m);
+        m += count;
+    }
+}
+#endif
+
+}  // namespace
+
+#define FOR_BOTH(NAME, PARAMETERS, CALL)                                    \
+    void NAME##_fp32 PARAMETERS { using T = float; CALL; }                  \
+    void NAME##_bf16 PARAMETERS { using T = bf16; CALL; }
+#define IN(p) static_cast<const T*>(p)
+#define OUT(p) static_cast<T*>(p)
+
+extern "C" {
+
+FOR_BOTH(add_norm, (void* x, const void* delta, const void* weight, float eps, void* out, int64_t rows, int64_t width, int threads),
+         add_norm(OUT(x), IN(delta), IN(weight), eps, OUT(out), rows, width, threads))
+
+FOR_BOTH(silu_mul, (const void* both, void* out, int64_t rows, int64_t width, int threads),
+         silu_mul(IN(both), OUT(out), rows, width, threads))
+
+FOR_BOTH(place,
+         (const void* qkv, const void* norm, float eps, const void* cosine, const void* sine, const int64_t* positions, const int64_t* rows,
+          int64_t count, int64_t query, int64_t kv, int64_t dim, int64_t rotary, void* q, void* keys, void* values, int64_t capacity, int threads),
+         place(IN(qkv), IN(norm), eps, IN(cosine), IN(sine), positions, rows, count, Heads{query, kv, dim, rotary}, OUT(q), OUT(keys),
+               OUT(values), capacity, threads))
+
+FOR_BOTH(decode,
+         (const void* q, const void* keys, const void* values, const int64_t* lengths, int64_t rows, int64_t kv, int64_t groups,
+          int64_t key_dim, int64_t value_dim, int64_t value_step, int64_t capacity, float scale, void* out, int threads),
+         decode(IN(q), IN(keys), IN(values), lengths, rows, groups, Slots{capacity, key_dim, value_dim, value_step, kv}, scale, OUT(out), threads))
+
+FOR_BOTH(draw,
+         (const void* logits, const float* temperature, const double* uniform, int64_t rows, int64_t vocab, int64_t* tokens, float* logprobs,
+          int threads),
+         draw(IN(logits), temperature, uniform, rows, vocab, tokens, logprobs, threads))
+
+#ifdef __AVX512BF16__
+// weight [outputs, inputs], inputs even, to panels [ceil(outputs / 48)][inputs / 2][48][2]; the last one is filled up with zeros.
+void pack(const uint32_t* weight, int64_t outputs, int64_t inputs, uint32_t* to, int threads) {
+    const int64_t pairs = inputs / 2, panels = (outputs + PANEL - 1) / PANEL;
+    share(panels > 1, threads, [=](int64_t me, int64_t all) {
+        for (int64_t p = panels * me / all; p < panels * (me + 1) / all; ++p)
+            for (int64_t i = 0; i < pairs; ++i)
+                for (int64_t n = 0; n < PANEL; ++n)
+                    to[(p * pairs + i) * PANEL + n] = p * PANEL + n < outputs ? weight[(p * PANEL + n) * pairs + i] : 0;
+    });
+}
+
+// out[m] = x[from[m]] W^T + bias for groups of rows, each with its own weight: group g has rows [ends[g - 1], ends[g]) of out. `from` may
+// be null: row m of x. Panels of all groups are shared among the threads; bias (fp32, filled up to whole panels) may be null.
+void product(const void* x, const int64_t* from, const int64_t* ends, int64_t groups, const void* const* weights, const float* bias,
+             int64_t outputs, int64_t inputs, void* out, int threads) {
+    const int64_t panels = (outputs + PANEL - 1) / PANEL, pairs = inputs / 2;
+    const bf16* input = static_cast<const bf16*>(x);
+    bf16* result = static_cast<bf16*>(out);
+    std::atomic<int64_t> next{0};
+    share(groups * panels > 1, threads, [&](int64_t, int64_t) {
+        const bf16* in[64];
+        bf16* to[64];
+        for (int64_t task; (task = next.fetch_add(1)) < groups * panels;) {
+            const int64_t g = task / panels, p = task % panels, end = ends[g];
+            for (int64_t m = g ? ends[g - 1] : 0; m < end; m += 64) {
+                const int64_t count = std::min<int64_t>(64, end - m);
+                for (int64_t i = 0; i < count; ++i) {
+                    in[i] = input + (from ? from[m + i] : m + i) * inputs;
+                    to[i] = result + (m + i) * outputs + p * PANEL;
+                }
+                panel(in, count, pairs, static_cast<const uint8_t*>(weights[g]) + p * pairs * 64 * VECTORS, bias ? bias + p * PANEL : nullptr,
+                      outputs - p * PANEL, to);
+            }
+        }
+    });
+}
+
+void linear(const void* x, int64_t rows, const void* weight, const float* bias, int64_t outputs, int64_t inputs, void* out, int threads) {
+    product(x, nullptr, &rows, 1, &weight, bias, outputs, inputs, out, threads);
+}
+
+// Sort the `count` choices (experts of tokens, k each) by expert: from[m] the token, where[choice] its place, ends per expert.
+void sort_choices(const int64_t* chosen, int64_t count, int64_t k, int64_t experts, int64_t* from, int64_t* where, int64_t* ends) {
+    std::fill(ends, ends + experts, 0);
+    for (int64_t i = 0; i < count; ++i) ++ends[chosen[i]];
+    for (int64_t e = 1; e < experts; ++e) ends[e] += ends[e - 1];
+    for (int64_t i = count - 1; i >= 0; --i) { const int64_t m = --ends[chosen[i]]; from[m] = i / k, where[i] = m; }
+    for (int64_t e = 0; e + 1 < experts; ++e) ends[e] = ends[e + 1];
+    if (experts) ends[experts - 1] = count;
+}
+
+// out[t] = sum over k of weight[t, k] * x[where[t, k]], in the order of k.
+void combine(const bf16* x, const int64_t* where, const float* weight, int64_t rows, int64_t k, int64_t width, bf16* out, int threads) {
+    share(rows * k * width > 16384, threads, [=](int64_t me, int64_t all) {
+        float sums[256];
+        for (int64_t t = rows * me / all; t < rows * (me + 1) / all; ++t)
+            for (int64_t first = 0; first < width; first += 256) {
+                const int64_t count = std::min<int64_t>(256, width - first);
+                for (int64_t i = 0; i < count; ++i) sums[i] = 0;
+                for (int64_t j = 0; j < k; ++j) {
+                    const bf16* row = x + where[t * k + j] * width + first;
+                    const float by = weight[t * k + j];
+                    for (int64_t i = 0; i < count; ++i) sums[i] += by * up(row[i]);
+                }
+                for (int64_t i = 0; i < count; ++i) down(sums[i], out[t * width + first + i]);
+            }
+    });
+}
+#endif
+
+}  // extern "C"
