@@ -4,7 +4,7 @@
 lognormal per sample, fixed by its seed, so that all runs generate as many tokens for a prompt. Train rank and rollout side are pinned to
 one core each. Prints samples/s of each, and their ratios to draining.
 
-    python benchmarks/interrupt.py [--steps 16] [--median 32] [--sigma 1.0] [--longest 768]
+    python benchmarks/interrupt.py [--steps 40] [--median 32] [--sigma 1.2] [--longest 1024]
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from areal_mega.rollout.rlvr import RLVRWorkflow
 from areal_mega.rollout.workflow import WorkflowContext
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIP = 2
-"""First steps left out: the loop fills up."""
+SKIP = 6
+"""First steps left out: the loop fills up, and begins with what was generated before the first of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ def reward(prompt: str, completion: str, answer: str, **row: Any) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--median", type=float, default=32.0, help="tokens")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the length")
-    parser.add_argument("--longest", type=int, default=768, help="tokens")
-    parser.add_argument("--staleness", type=int, default=2, help="max_staleness")
+    parser.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of the length")
+    parser.add_argument("--longest", type=int, default=1024, help="tokens")
+    parser.add_argument("--staleness", type=int, default=4, help="max_staleness")
     parser.add_argument("--concurrent", type=int, default=12, help="prompts (of 8 samples) generated at once")
     parser.add_argument("--modes", default="drain,retract,in_place")
     args = parser.parse_args()

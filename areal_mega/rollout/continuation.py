@@ -218,9 +218,9 @@ def checked(base_url: str, partial: Partial, answer: Any, version_when_sent: int
 def _experts(base_url: str, partial: Partial, meta: Mapping[str, Any], count: int, start: int) -> np.ndarray | None:
     """New rows of base64 little-endian int32 [positions, layers * top_k], whose first position is ``start``."""
     encoded = meta.get("routed_experts")
+    if not encoded and count == 0:
+        return None  # interrupted before its first token: the next answer brings these rows too
     if encoded is None:
-        if count == 0:
-            return None  # interrupted before its first token: the next answer brings these rows too
         raise ServerFault(base_url, "/generate answered without routed_experts; start the server with --enable-return-routed-experts")
     try:
         flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")

@@ -135,6 +135,14 @@ class Running:
         path = self.run_dir / "metrics.jsonl"
         self.until(lambda: path.exists() and path.read_text().count("\n") > step, f"step {step}")
 
+    def hold(self, point: str, folder: Path, meanwhile: Callable[[], None]) -> None:
+        """Do something while the run is at a point of `areal_mega.core.points`, whose environment variable names ``folder``."""
+        reached = folder / f"{point}.reached"
+        (folder / point).touch()
+        self.until(reached.exists, f"{point} is reached")
+        meanwhile()
+        reached.unlink()
+
     def finish(self, timeout_s: float = DEADLINE_S) -> Finished:
         out, err = self._process.communicate(timeout=timeout_s)
         return Finished(self._process.returncode, out, err, self.run_dir)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from programs import started
 
+from areal_mega.core.points import ENV
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -24,9 +26,9 @@ def test_a_killed_server_comes_back_with_the_current_weights(tmp_path: Path, ser
         "sync": {"every_steps": every},
         "eval": {"at_start": False, "every_steps": steps},
     }
-    with started(tmp_path, changes) as running:
+    with started(tmp_path, changes, **{ENV: str(tmp_path)}) as running:
         running.until_step(4)
-        os.kill(running.worker("server"), signal.SIGKILL)
+        running.hold("train.loaded", tmp_path, lambda: os.kill(running.worker("server"), signal.SIGKILL))
         run = running.finish()
         running.until_gone(10.0)
     assert run.code == 0, run.explain()

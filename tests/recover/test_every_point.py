@@ -55,11 +55,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def kill_at(running: Running, folder: Path, point: str, role: str) -> None:
     """Wait until the run is at ``point``, end a process of ``role``, and let whoever was held go on."""
-    (folder / point).touch()
-    reached = folder / f"{point}.reached"
-    running.until(reached.exists, f"{point} is reached")
-    os.kill(running.pid if role == "controller" else running.worker(role), signal.SIGKILL)
-    reached.unlink()
+    running.hold(point, folder, lambda: os.kill(running.pid if role == "controller" else running.worker(role), signal.SIGKILL))
 
 
 def attempts(running: Running) -> int:

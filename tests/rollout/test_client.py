@@ -235,10 +235,11 @@ def experts(*rows: int) -> str:
     return base64.b64encode(np.array([[row] * 4 for row in rows], dtype="<i4").tobytes()).decode()
 
 
-async def test_routed_experts_of_an_interrupted_sample_are_joined() -> None:
+@pytest.mark.parametrize("nothing", [None, ""])
+async def test_routed_experts_of_an_interrupted_sample_are_joined(nothing: str | None) -> None:
     """Each answer brings the rows that are still missing; a sample that has more of them than another has them cut off."""
     script = [
-        always(one([5, 6], "abort", routed_experts=experts(0, 1, 2)), one([], "abort")),
+        always(one([5, 6], "abort", routed_experts=experts(0, 1, 2)), one([], "abort", routed_experts=nothing)),
         always(one([7, 8], routed_experts=experts(90, 91, 92, 3, 4)), one([5, 6, 7, 8], routed_experts=experts(0, 1, 2, 3, 4))),
     ]
     request = replace(REQUEST, routed_experts=True)

@@ -43,6 +43,7 @@ class SlurmLab:
         self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
         self._pids_file = folder / "pids.json"
         self._children: list[subprocess.Popen[bytes]] = []
+        self._mark = f"{_MARK} {folder}"
 
     def up(self) -> None:
         """Start everything; returns when all nodes are idle.
@@ -174,15 +175,15 @@ class SlurmLab:
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n" if major >= (24, 5) else "# none\n")
 
     def _name_nodes(self) -> None:
-        self._rewrite_hosts([f"{_address(index)} {node} {_MARK}" for index, node in enumerate(self.nodes)])
+        # Another lab on this machine has lines of its own, to the same effect.
+        self._rewrite_hosts([f"{_address(index)} {node} {self._mark}" for index, node in enumerate(self.nodes)])
         addresses = subprocess.run(["ip", "-4", "-o", "addr", "show", "up"], capture_output=True, text=True)
         if addresses.returncode == 0 and all(" 127.0.0.1/" in line for line in addresses.stdout.splitlines()):
             # Slurm resolves no name at all on a machine whose only address is 127.0.0.1.
             subprocess.run(["ip", "addr", "add", "127.0.1.1/32", "dev", "lo"], check=False)
 
-    @staticmethod
-    def _rewrite_hosts(lines: Sequence[str]) -> None:
-        kept = [line for line in _HOSTS.read_text().splitlines() if not line.endswith(_MARK)]
+    def _rewrite_hosts(self, lines: Sequence[str]) -> None:
+        kept = [line for line in _HOSTS.read_text().splitlines() if not line.endswith(self._mark)]
         _HOSTS.write_text("\n".join([*kept, *lines]) + "\n")  # in place: in a container it is a mount and cannot be renamed over
 
     def _all_idle(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,55 +173,3 @@ def test_a_host_name_that_does_not_resolve_is_one_line(tmp_path: Path, runs: lis
     run.until(lambda: any(task.ended for task in run.tasks()), "the end of a task")
     run.until(lambda: "does not resolve" in run.output(1), "the reason")
     assert "error: node n" in run.output(1) and "AREAL_MEGA_HOST" in run.output(1)
-
-
-GOING_ON = {
-    "run": {"steps": 5, "overlap": False},
-    "staleness": {"max_staleness": 0},
-    "algorithm": {"correction": "none"},
-    "checkpoint": {"recover_every_steps": 1},
-    "eval": {"at_start": False},
-    "launch": {"restarts": 3, "server_restarts": 0},
-}
-
-
-def trained(run: Submitted) -> list[tuple[int, list[Any]]]:
-    return [
-        (entry["step"], sorted(entry["prompts"])) for entry in map(json.loads, (run.run_dir / "trained.jsonl").read_text().splitlines())
-    ]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, slurm: SlurmLab | None) -> list[tuple[int, list[Any]]]:
-    root = tmp_path_factory.mktemp("undisturbed")
-    run = launch(root, recipe(root, GOING_ON))
-    assert [task.state for task in run.until_ended()] == ["COMPLETED"] * 2, run.explain()
-    return trained(run)
-
-
-@pytest.mark.parametrize("what", ["requeue rollout", "requeue controller", "crash", "signal controller", "signal rollout"])
-def test_an_interrupted_run_goes_on_with_the_same_prompts(
-    tmp_path: Path, runs: list[Submitted], slurm: SlurmLab | None, undisturbed: list[tuple[int, list[Any]]], what: str
-) -> None:
-    if what == "crash" and slurm is None:
-        pytest.skip("pulls a node's plug: only in the lab")
-    run = launch(tmp_path, recipe(tmp_path, GOING_ON, extra=["--exclusive"]))
-    runs.append(run)
-    run.until(lambda: (run.run_dir / "recover/step-1/state.json").exists(), "a checkpoint")
-    job = run.jobs[0]
-    if what == "crash":
-        assert slurm is not None
-        node = run.tasks()[1].nodes
-        slurm.crash(node)
-        time.sleep(2.0)
-        slurm.boot(node)
-    else:
-        task = f"{job}_{1 if what.endswith('rollout') else 0}"
-        if what.startswith("signal"):
-            Slurm._run(["scancel", "--batch", "--signal=USR1", task])
-        else:
-            Slurm().requeue(task)
-    states = run.until_ended()
-    assert [task.state for task in states] == ["COMPLETED"] * 2, run.explain()
-    assert trained(run) == undisturbed, run.explain()
-    assert [record["step"] for record in run.steps()] == list(range(6))

@@ -179,11 +179,16 @@ class Agent:
                 continue
 
     async def _check_orphaned(self, slurm: Slurm) -> None:
-        """Without a controller there is a bound on the waiting, and no point in it once task 0 is over."""
+        """Without a controller there is a bound on the waiting, and no point in it once task 0 is over.
+
+        None for the agent beside the controller, which is its parent and takes it along.
+        """
+        if self._task.task == 0:
+            return
         quiet = time.monotonic() - self._heard
         if quiet > self._recipe.launch.slurm.queue_timeout_s:
             raise RunFailed(f"no controller within launch.slurm.queue_timeout_s={self._recipe.launch.slurm.queue_timeout_s:g} s")
-        if quiet < LEASE_S or self._task.task == 0:
+        if quiet < LEASE_S:
             return
         try:
             states = await asyncio.to_thread(slurm.tasks, [self._task.meeting]) if self._task.meeting.isdigit() else []
