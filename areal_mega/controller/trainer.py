@@ -22,6 +22,7 @@ from areal_mega.config.checks import check_recipe
 from areal_mega.config.loader import load_recipe, resolved_dict
 from areal_mega.config.schema import DatasetSection, Recipe
 from areal_mega.controller.cluster import Cluster
+from areal_mega.controller.failure import PAGE, describe_failure
 from areal_mega.controller.loops import overlapped_loop, plain_loop
 from areal_mega.controller.recover import RecoverPoint, Stopped, points, recover_folder
 from areal_mega.controller.result import TrainResult
@@ -141,7 +142,8 @@ class Trainer:
         """Run to the end, over as many failures as ``launch.restarts`` allows."""
         assert self._run_dir is not None
         recipe = cluster.recipe
-        why = "interrupted"
+        why, earlier = "interrupted", list[str]()
+        (self._run_dir.path / PAGE).unlink(missing_ok=True)  # of a failure that this run goes on after
         try:
             self._stop_on_signal(observer)
             for restarts_left in range(recipe.launch.restarts, -1, -1):
@@ -157,6 +159,7 @@ class Trainer:
                     resumed = await asyncio.to_thread(rewind, recipe, self._run_dir.path)
                     observer.rewind(resumed.step if resumed else -1)
                     where = f"after step {resumed.step}" if resumed else "from the beginning: there is no recover checkpoint yet"
+                    earlier.append(_first_line(error))
                     log.warning("attempt %s failed", self._run_dir.attempt, exc_info=True)
                     observer.note(f"failed: {_first_line(error)}")
                     observer.note(f"starting again {where}; {restarts_left - 1} restarts left")
@@ -164,9 +167,20 @@ class Trainer:
             raise AssertionError("the last attempt returns or raises")
         except Exception as error:
             why = _first_line(error)
+            if not isinstance(error, Stopped):
+                self._leave_page(recipe, error, earlier, observer)
             raise
         finally:
             await cluster.machines.close(why)
+
+    def _leave_page(self, recipe: Recipe, error: Exception, earlier: list[str], observer: Observer) -> None:
+        assert self._run_dir is not None
+        try:
+            page = describe_failure(recipe, self._run_dir.path, error, earlier, on_slurm=self._machines is not None)
+        except OSError as reason:  # a full disk may be what ended the run: that is the story, not this
+            log.warning("no %s was left: %s", PAGE, reason)
+        else:
+            observer.note(f"what failed, and how to go on: {page}")
 
     async def _run(
         self, cluster: Cluster, stream: PromptStream, prompts: list[Prompt], observer: Observer, resumed: RecoverPoint | None

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import Finished, started, train
+from programs import HERE, Finished, started, train
+
+from areal_mega.core.points import ENV
 
 STEPS = 4
 CHANGES: dict[str, Any] = {
@@ -62,6 +67,30 @@ def test_another_strategy_from_the_middle_on(tmp_path: Path, undisturbed: Finish
         assert mine["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-5, abs=1e-6)
         for name in ("train/grad_norm", "policy/entropy"):  # on-policy losses are almost 0
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5), name
+
+
+def test_a_failed_run_leaves_a_page_with_the_command_that_goes_on(tmp_path: Path, undisturbed: Finished) -> None:
+    with started(tmp_path, CHANGES | {"launch": {"server_restarts": 0}}, "launch.restarts=1", **{ENV: str(tmp_path)}) as running:
+        for number in range(2):
+            running.until(lambda n=number: len(list(running.run_dir.glob("rendezvous/*"))) > n, "an attempt")  # type: ignore[misc]
+            running.hold("train.logged", tmp_path, lambda: os.kill(running.worker("train"), signal.SIGKILL))
+        finished = running.finish()
+    page = finished.run_dir / "failure.md"
+    assert finished.code == 1 and f"what failed, and how to go on: {page}" in finished.out, finished.explain()
+    text = page.read_text()
+    assert "train rank 0 died: killed by SIGKILL; log: " in text and "ready at 127.0.0.1" in text, "with its last lines"
+    assert "attempt 1 had ended with: train rank 0 died" in text
+    folder, command = text.partition("```bash\n")[2].partition("\n```")[0].splitlines()
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command.replace("areal-mega", "areal_mega", 1))],
+        cwd=shlex.split(folder)[1],
+        env=os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert trained(finished.run_dir) == trained(undisturbed.run_dir) and not page.exists()
 
 
 def test_another_strategy_and_an_overlapped_run(tmp_path: Path) -> None:
