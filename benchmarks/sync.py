@@ -129,7 +129,6 @@ def set_loop(sending: Any, overlap: bool) -> None:
 
 def raw_send(sender: Any) -> float:
     """Broadcast buffers of the buckets' sizes; seconds, 0 on ranks that send nothing."""
-    import torch
     import torch.distributed as dist
 
     if sender.group is None:
@@ -137,10 +136,11 @@ def raw_send(sender: Any) -> float:
     from areal_mega.sync.plan import plan_buckets
 
     plan = plan_buckets(sender.specs, sender._bucket_bytes)
-    buffers = {bucket.nbytes: torch.ones(bucket.nbytes, dtype=torch.uint8) for bucket in plan}
+    # The sender's own two buckets in turn: memory that it has had for long, and the same on both sides of the comparison.
+    assert all(len(buffer) >= bucket.nbytes for buffer in sender._buffers for bucket in plan)
     start = time.perf_counter()
-    for bucket in plan:
-        dist.broadcast(buffers[bucket.nbytes], src=0, group=sender.group)
+    for number, bucket in enumerate(plan):
+        dist.broadcast(sender._buffers[number % 2][: bucket.nbytes], src=0, group=sender.group)
     return time.perf_counter() - start
 
 
@@ -153,14 +153,18 @@ def inference_server(number: int, folder: str, model: str, out: Any) -> None:
 
     log_to(Path(folder) / f"server-{number}.log")
     routes = admin.Admin.routes
+    kept = torch.zeros(0, dtype=torch.uint8)
 
     async def raw(self: Any, request: web.Request) -> web.Response:
+        nonlocal kept
         body = await request.json()
-        buffers = {size: torch.empty(size, dtype=torch.uint8) for _, size in body["buckets"]}
+        largest = max(size for _, size in body["buckets"])
+        if len(kept) < largest:
+            kept = torch.ones(largest, dtype=torch.uint8)  # written once: fresh memory would cost as much as receiving
 
         def receive() -> None:
             for group, size in body["buckets"]:
-                self._updater._broadcast(buffers[size], group)
+                self._updater._broadcast(kept[:size], group)
 
         await asyncio.to_thread(receive)
         return web.json_response({"success": True})
@@ -277,7 +281,7 @@ async def rounds(args: argparse.Namespace, layout: str, strategy: str, sync: Any
             await train.call("nudge")
             await train.call("loop", overlap=overlap)
             # A server without digests is asked for its version alone, and senders compute none.
-            sync._capabilities = [replace(each, hf_digests=digests, partial_updates=digests) for each in able]
+            sync._capabilities = able if digests else [replace(each, hf_digests=None, partial_updates=False) for each in able]
             one = dict(results(await sync.push(version)))
             assert one["sync/saved_bytes"] == 0
             version += 1

@@ -13,26 +13,26 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_mega.config.schema import Recipe
+from areal_mega.controller.sync_report import Sent, mismatch, sent_by
 from areal_mega.controller.train import TrainController
 from areal_mega.core import metrics as m
 from areal_mega.core import points
 from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.core.metrics import Metrics
 from areal_mega.rollout.inference import Capabilities, InferenceServer, ServerDigest
-from areal_mega.sync.digest import combine
-from areal_mega.sync.plan import Bucket, WireSpec, bucket_bytes, plan_buckets, total_order, with_fused
+from areal_mega.sync.digest import DigestKind, combine
+from areal_mega.sync.plan import WireSpec, bucket_bytes, plan_buckets, total_order, with_fused
 
 log = logging.getLogger(__name__)
 
 _RELEASE_S = 30.0
 """How long a failed sync waits for servers to let go. One that failed may never answer, and the failure itself is to be heard."""
-_NAMED = 5
-"""Tensors named where many differ."""
+_WORTH = 0.95
+"""Tensors that have not changed are left out if what is sent is less than this part of all bytes."""
 _HEALTH_S = 5.0
 """Within this a healthy peer answers a health check, however busy it is."""
 
@@ -47,9 +47,9 @@ class SyncMismatch(RunFailed):
 class WeightSync:
     """The trainer's and the servers' sides of the weight-sync groups, driven together.
 
-    Every sender (one train rank per pipeline stage) has a group of its own, of which it is rank 0: that is the rank that servers receive
-    from. Groups are formed in the order of the senders, and all buckets stand in one total order; see `sync.plan` for why nobody can wait
-    for ever.
+    Every sender (a train rank that `sync.shares` chose) has a group of its own, of which it is rank 0: that is the rank that servers
+    receive from. Groups are formed in the order of the senders, and all buckets stand in one total order; see `sync.plan` for why nobody
+    can wait for ever.
 
     Args:
         servers: clients of all inference replicas, in the order of their ranks.
@@ -111,8 +111,8 @@ class WeightSync:
         # What an attempt left that was killed in mid-sync.
         if self._section.transport == "disk" and self._folder.exists():
             await asyncio.to_thread(shutil.rmtree, self._folder)
-        by_stage = self._section.transport == "collective" and all(able.several_groups for able in self._capabilities)
-        answers = await self._train.call("sync_plan", by_stage=by_stage)
+        several = self._section.transport == "collective" and all(able.several_groups for able in self._capabilities)
+        answers = await self._train.call("sync_plan", several=several)
         self._plans = {rank: tuple(WireSpec(**spec) for spec in specs) for rank, specs in enumerate(answers) if specs}
         self._changed = True
 
@@ -206,9 +206,12 @@ class WeightSync:
             return None
         specs = [spec for plan in self._plans.values() for spec in plan]
         # The version travels with a bucket: there must be one.
-        return with_fused({name for answer in answers.values() for name in answer} or {specs[-1].name}, specs)
+        only = with_fused({name for answer in answers.values() for name in answer} or {specs[-1].name}, specs)
+        # Servers have a place for whole buckets, and receive what always comes together faster than a little less.
+        sent, whole = sum(spec.nbytes for spec in specs if spec.name in only), sum(spec.nbytes for spec in specs)
+        return only if sent < _WORTH * whole else None
 
-    async def _over_groups(self, version: int, only: frozenset[str] | None) -> _Sent:
+    async def _over_groups(self, version: int, only: frozenset[str] | None) -> Sent:
         limit = bucket_bytes(self._section.bucket_mb)
         plans = [plan_buckets((s for s in plan if only is None or s.name in only), limit) for plan in self._plans.values()]
         names = list(self._groups.values())
@@ -218,36 +221,33 @@ class WeightSync:
         try:
             await self._each("beginning the update", "begin_update")
             await points.reached("sync.begun")
-            compared = any(self._capabilities[rank].hf_digests for rank in self._members)
             chosen = None if only is None else sorted(only)
-            sends = self._train.calls("sync_broadcast", version=version, only=chosen, digests=compared)
+            sends = self._train.calls("sync_broadcast", version=version, only=chosen, digests=self._digest_kind())
             jobs = {who: _stamped(send, ends) for who, send in sends.items()}
-            jobs |= {f"server rank {rank}": self._receive(server, version, order) for rank, server in self._present()}
+            # In place keeps the KV of running requests; otherwise it is stale and goes.
+            flush = self._section.pause != "in_place"
+            jobs |= {
+                f"server rank {rank}": server.update_run(order, version=version, flush_cache=flush) for rank, server in self._present()
+            }
             answers = await self._all(jobs, "sending weights")
             load_s = time.perf_counter() - max(ends)
             done = True
         finally:
             await self._release("ending the update", "end_update", failed=not done)
-        return _sent(answers, load_s)
+        return sent_by(answers, load_s)
 
-    async def _receive(self, server: InferenceServer, version: int, order: Sequence[tuple[str, Bucket]]) -> None:
-        for number, (group, bucket) in enumerate(order, 1):
-            last = number == len(order)
-            await server.update_bucket(
-                names=list(bucket.names),
-                dtypes=[bucket.dtype] * len(bucket.names),
-                shapes=[list(shape) for shape in bucket.shapes],
-                group_name=group,
-                version=version if last else None,
-                # In place keeps the KV of running requests; otherwise it is stale and goes.
-                flush_cache=last and self._section.pause != "in_place",
-            )
+    def _digest_kind(self) -> DigestKind | None:
+        """What the servers report, all that report any; senders compute that."""
+        kinds = {kind for rank in self._members if (kind := self._capabilities[rank].hf_digests) is not None}
+        assert len(kinds) < 2, "all servers of a run are of one engine"
+        return kinds.pop() if kinds else None
 
-    async def _over_disk(self, version: int) -> _Sent:
+    async def _over_disk(self, version: int) -> Sent:
         folder = self._folder / f"v{version}"
         done = False
         try:
-            answers = await self._all(self._train.calls("sync_write", version=version, folder=str(folder)), "writing weights")
+            writes = self._train.calls("sync_write", version=version, folder=str(folder), digests=self._digest_kind())
+            answers = await self._all(writes, "writing weights")
             written = time.perf_counter()
             await self._each("reading weights", "update_from_disk", str(folder), version)
             load_s = time.perf_counter() - written
@@ -255,14 +255,14 @@ class WeightSync:
         finally:
             # After a failure a rank may still be writing there; what that leaves, the next ``connect`` removes.
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=not done)
-        return _sent(answers, load_s)
+        return sent_by(answers, load_s)
 
     async def _verify(self, version: int, digests: Mapping[str, str]) -> None:
         able = {rank: self._capabilities[rank] for rank in self._members}
         jobs = {f"server rank {rank}": self._held(server, able[rank]) for rank, server in self._present()}
         for who, (held, reported) in (await self._all(jobs, "verifying weights")).items():
             if held is not None and held.combined != combine(digests):
-                raise SyncMismatch(_mismatch(who, held.tensors, digests))
+                raise SyncMismatch(mismatch(who, held.tensors, digests))
             if reported != version:
                 raise SyncMismatch(f"{who} reports weight version {reported} after a sync of version {version}")
         if len(able) > 1 and all(each.checksums and not each.hf_digests for each in able.values()):
@@ -360,37 +360,3 @@ async def _stamped(job: Coroutine[Any, Any, Any], ends: list[float]) -> Any:
     answer = await job
     ends.append(time.perf_counter())
     return answer
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """What all senders report together. They work side by side: of each time, the longest."""
-
-    digests: Mapping[str, str]
-    totals: Mapping[str, int]
-    longest: Mapping[str, float]
-
-    def metrics(self) -> Metrics:
-        return {name: m.total(value) for name, value in (*self.totals.items(), *self.longest.items())}
-
-
-def _sent(answers: Mapping[str, Any], load_s: float) -> _Sent:
-    """The reports of the train ranks that sent; the others have none."""
-    reports = [report for report in answers.values() if report is not None]
-    digests = {name: digest for report in reports for name, digest in report["digests"].items()}
-    assert len(digests) == sum(len(report["digests"]) for report in reports), "two senders sent one tensor"
-    totals = {"sync/bytes": sum(r["nbytes"] for r in reports), "sync/saved_bytes": sum(r["saved_bytes"] for r in reports)}
-    longest = {
-        "sync/gather_s": max(r["gather_s"] for r in reports),
-        "sync/digest_s": max(r["digest_s"] for r in reports),
-        "sync/transfer_s": max(r["transfer_s"] for r in reports),
-        "sync/load_s": load_s,
-    }
-    return _Sent(digests, totals, longest)
-
-
-def _mismatch(who: str, held: Mapping[str, str], sent: Mapping[str, str]) -> str:
-    """Which tensors of a server are not what was sent."""
-    unlike = [name for name in sent if held.get(name) != sent[name]] + [f"{name} (never sent)" for name in held if name not in sent]
-    named = ", ".join(unlike[:_NAMED]) + f" and {len(unlike) - _NAMED} more" * (len(unlike) > _NAMED)
-    return f"{who} holds other weights than the trainer sent: {len(unlike)} of {len(sent)} tensors differ: {named}"

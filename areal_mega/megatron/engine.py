@@ -45,10 +45,12 @@ from areal_mega.megatron.routing import ExpertLoad
 from areal_mega.models.gather import HFGatherer
 from areal_mega.models.hf_io import HFSource, HFWriter
 from areal_mega.models.loading import load_hf_weights
+from areal_mega.models.ownership import Ownership, Share
 from areal_mega.models.registry import family_for, load_hf_config
 from areal_mega.models.table import LOCAL, TRANSFORMER_ENGINE
 from areal_mega.parallel.layout import RankLayout
 from areal_mega.parallel.strategy import parse
+from areal_mega.sync.shares import shares
 
 ModelName = Literal["policy", "reference"]
 LossFn = Callable[[Tensor, Mapping[str, Tensor], Tensor, int], tuple[Tensor, Measured]]
@@ -169,10 +171,14 @@ class MegatronEngine:
                 chunk.requires_grad_(False).eval()
         self._load("reference", path)
 
-    def gather_hf(self, root: int = 0, stage: int | None = None) -> HFGatherer:
-        """A gatherer over the live weights (of one pipeline stage); its ``stream`` is collective."""
+    def gather_hf(self, share: Share | None = None) -> HFGatherer:
+        """A gatherer over the live weights, of all to rank 0 or of one share; its ``stream`` is collective."""
         named = self.named_shards()
-        return HFGatherer(named, self.family, self.hf_config, self.layout, self.rank, root=root, stage=stage, naming=self.naming)
+        return HFGatherer(named, self.family, self.hf_config, self.layout, self.rank, share=share, naming=self.naming)
+
+    def sync_shares(self, most: int) -> tuple[Share, ...]:
+        """Who sends which weights, where several may; at most ``most`` ranks of a pipeline stage."""
+        return shares(Ownership(self.family.table(self.hf_config), self.layout), most)
 
     def export_hf(self, out: str | Path) -> None:
         """Write the policy as a HuggingFace folder (by rank 0, in the training dtype)."""

@@ -32,8 +32,10 @@ from areal_mega.megatron.packing import PackedBatch, unpack
 from areal_mega.parallel.balance import Microbatches, plan_microbatches
 from areal_mega.rpc.fetch import Fetcher
 from areal_mega.sync import GRACE_S
+from areal_mega.sync.digest import DigestKind
 from areal_mega.sync.plan import bucket_bytes
 from areal_mega.sync.sender import SendReport, WeightSender
+from areal_mega.sync.shares import share_of
 
 METHODS = (
     "load",
@@ -182,19 +184,17 @@ class TrainWorker:
 
     # --- weights
 
-    def sync_plan(self, by_stage: bool) -> list[dict[str, Any]]:
+    def sync_plan(self, several: bool) -> list[dict[str, Any]]:
         """Prepare to send; the tensors that this rank will send, in their order (empty: it sends none).
 
         Args:
-            by_stage: the first rank of every pipeline stage sends that stage's tensors; else rank 0 sends all.
+            several: each rank that can sends a share (`sync.shares`); else rank 0 sends all.
         """
         self.sync_leave()
         engine, dtype = self._engine, {"bf16": "bfloat16", "fp32": "float32"}[self._recipe.rollout.dtype]
-        stage = engine.coords.pp if by_stage else None
-        root = 0 if stage is None else engine.layout.ranks(pp=stage)[0]
+        share = share_of(engine.rank, engine.sync_shares(self._recipe.sync.senders_per_stage)) if several else None
         self._sender = WeightSender(
-            engine.gather_hf(root, stage),
-            sends=engine.rank == root,
+            engine.gather_hf(share),
             dtype=dtype,
             bucket_bytes=bucket_bytes(self._recipe.sync.bucket_mb),
             device=engine.platform.device,
@@ -223,14 +223,14 @@ class TrainWorker:
         """Names of the tensors of which this rank's part differs from version ``base``; None: that is not known."""
         return self._sending.changed(version, base)
 
-    def sync_broadcast(self, version: int, only: Sequence[str] | None, digests: bool) -> dict[str, Any] | None:
-        """Send the buckets of the tensors ``only`` (None: of all) over this sender's group; report their ``digests``, or none."""
+    def sync_broadcast(self, version: int, only: Sequence[str] | None, digests: DigestKind | None) -> dict[str, Any] | None:
+        """Send the buckets of the tensors ``only`` (None: of all) over this sender's group; report ``digests`` of that kind, or none."""
         chosen = None if only is None else frozenset(only)
         return _report(self._sending.broadcast(version, self._recipe.sync.timeout_s + GRACE_S, chosen, digests=digests))
 
-    def sync_write(self, version: int, folder: str) -> dict[str, Any] | None:
-        """Write all weights as a HuggingFace folder."""
-        return _report(self._sending.write(version, Path(folder), self._engine.model_path))
+    def sync_write(self, version: int, folder: str, digests: DigestKind | None) -> dict[str, Any] | None:
+        """Write all weights as a HuggingFace folder; report their ``digests`` of that kind, or none."""
+        return _report(self._sending.write(version, Path(folder), self._engine.model_path, digests=digests))
 
     def sync_leave(self) -> None:
         """Leave the weight-sync group, if this rank is in one."""

@@ -4,13 +4,15 @@ The plan is pure and equal on every rank: which rank sends which part of which p
 a rank packs its parts into one flat buffer and sends that: one message per rank and parcel, however many experts there are. The root
 posts the next parcel's receives before it unpacks the present one. Two buffers per pair of ranks serve a whole stream in turn.
 
-A gatherer may be limited to one pipeline stage. Its root is then a rank of that stage, nobody else takes part, and the gatherers of all
-stages work side by side.
+A gatherer may be limited to a share of the parameters and of the ranks. Nobody else takes part then, and the gatherers of shares without
+a common rank work side by side.
+
+Where the root's memory is all ranks' own, there is nothing to send: every rank ``lay``s its parts where they belong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -22,7 +24,7 @@ from torch import Tensor
 from areal_mega.models.family import Family
 from areal_mega.models.hf_config import HFConfig
 from areal_mega.models.hf_io import HFTensorSpec
-from areal_mega.models.ownership import Ownership
+from areal_mega.models.ownership import Ownership, Share
 from areal_mega.models.proof import prove_model, prove_table
 from areal_mega.models.table import LOCAL, HFTensor, Naming, Param, Shape, TableMismatch
 from areal_mega.parallel.layout import RankLayout
@@ -97,8 +99,8 @@ class HFGatherer:
         named: this rank's live tensors by global name; looked up anew at every stream, so a re-assigned entry is seen.
         layout: how the model is split over the ranks of ``group``; ``rank`` is this one's.
         group: torch.distributed group of exactly the layout's ranks, in order; None: the default group.
-        root: the rank that receives.
-        stage: gather the parameters of this pipeline stage alone; None: of all.
+        root: the rank that receives everything, from all ranks.
+        share: what is gathered instead of everything, from which ranks, and to which.
         transport: replaces torch.distributed (for shards that all live in one process).
 
     Raises:
@@ -115,26 +117,30 @@ class HFGatherer:
         group: dist.ProcessGroup | None = None,
         root: int = 0,
         *,
-        stage: int | None = None,
+        share: Share | None = None,
         naming: Naming = LOCAL,
         transport: Transport | None = None,
         parcel_bytes: int = PARCEL_BYTES,
     ) -> None:
-        self._named, self._naming, self._rank, self._root = named, naming, rank, root
-        self._transport = transport or DistributedTransport(group)
+        self._named, self._naming, self.rank = named, naming, rank
+        self.root = root if share is None else share.root
+        self.ranks = tuple(range(layout.world_size)) if share is None else share.ranks
+        self.transport = transport or DistributedTransport(group)
         self._parcel_bytes = parcel_bytes
         table = family.table(hf_config)
         self._ownership = Ownership(table, layout)
         prove_table(table, self._ownership)
         prove_model(((name, tuple(tensor.shape)) for name, tensor in named.items()), self._ownership, rank, naming)
-        self._params = tuple(p for p in table.exported if stage is None or self._ownership.stage(p) == stage)
+        self._params = tuple(p for p in table.exported if share is None or any(hf.name in share.names for hf in p.hf))
+        self._by_name = {hf.name: (number, param) for number, param in enumerate(self._params) for hf in param.hf}
+        self._sources: dict[int, tuple[int, ...]] = {}
         self._dtype = self._common_dtype()
         self._kept: dict[tuple[int, int], Tensor] = {}
 
     def _common_dtype(self) -> torch.dtype:
         """The training dtype: that of every parameter but fp32 islands, so that ranks agree on it without talking."""
         seen: dict[torch.dtype, str] = {}
-        for shard in self._ownership.shards(self._rank):
+        for shard in self._ownership.shards(self.rank):
             name = self._naming.name(shard.param)
             dtype = self._named[name].dtype
             if not shard.param.fp32:
@@ -142,7 +148,7 @@ class HFGatherer:
             elif dtype != torch.float32:
                 raise TableMismatch(f"{name} must stay fp32 but the model has it in {dtype}")
         if len(seen) != 1:
-            raise TableMismatch(f"rank {self._rank}: parameters of several dtypes: {', '.join(f'{n} {d}' for d, n in seen.items())}")
+            raise TableMismatch(f"rank {self.rank}: parameters of several dtypes: {', '.join(f'{n} {d}' for d, n in seen.items())}")
         return next(iter(seen))
 
     @property
@@ -172,13 +178,13 @@ class HFGatherer:
         """
         parcels = self._parcels(dtype, only)
         if parcels:
-            yield from self._collect(parcels, place) if self._rank == self._root else self._contribute(parcels)
+            yield from self._collect(parcels, place) if self.rank == self.root else self._contribute(parcels)
 
     def own_parts(self, dtype: torch.dtype | None = None) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """What this rank contributes to the stream: names of the HF tensors that a part belongs to, and the part as it would travel."""
         for parcel in self._parcels(dtype, None):
             for part in parcel.parts:
-                if part.rank == self._rank:
+                if part.rank == self.rank:
                     yield tuple(tensor.name for tensor in part.param.hf), self._shard(part.param).to(part.dtype)
 
     def _parcels(self, dtype: torch.dtype | None, only: Container[str] | None) -> list[_Parcel]:
@@ -201,14 +207,52 @@ class HFGatherer:
         sizes: dict[int, int] = {}
         for param in params:
             wire, split = self._wire(param, dtype), self._ownership.parts(param)
-            for part in range(self._ownership.sources(param)):
-                holders = self._ownership.holders(param, part)
-                # The root's own copy costs no message; otherwise any replica has the same bytes.
-                rank = self._root if self._root in holders else holders[0]
+            for part, rank in enumerate(self._givers(param)):
                 shape, offset = param.shard_shape(split, part), sizes.get(rank, 0)
                 parts.append(_Part(param, part, rank, shape, wire, offset))
                 sizes[rank] = offset + -(-prod(shape) * wire.itemsize // _ALIGN) * _ALIGN
         return _Parcel(tuple(params), tuple(parts), sizes)
+
+    def _givers(self, param: Param) -> tuple[int, ...]:
+        """Which rank each part comes from."""
+        number, _ = self._by_name[param.hf[0].name]
+        if number not in self._sources:
+            found = []
+            for part in range(self._ownership.sources(param)):
+                holders = [rank for rank in self._ownership.holders(param, part) if rank in self.ranks]
+                assert holders, f"{param.hf[0].name}: ranks {self.ranks} do not hold part {part}"
+                # The root's own copy costs no message; otherwise any replica has the same bytes.
+                found.append(self.root if self.root in holders else holders[0])
+            self._sources[number] = tuple(found)
+        return self._sources[number]
+
+    def givers(self, names: Iterable[str]) -> frozenset[int]:
+        """Ranks that parts of these HF tensors come from."""
+        return frozenset(rank for _, param in self._chosen(names) for rank in self._givers(param))
+
+    def _chosen(self, names: Iterable[str]) -> list[tuple[int, Param]]:
+        return list({number: (number, param) for number, param in map(self._by_name.__getitem__, names)}.values())
+
+    def lay(self, names: Iterable[str], places: Mapping[str, Tensor]) -> Iterator[tuple[str, ...]]:
+        """Put this rank's parts of HF tensors where they belong: no message, and nobody waits. Yields, one parameter after the other, the
+        names of its tensors once this rank's parts of them are there.
+
+        Args:
+            names: all tensors of every parameter that has one of them.
+            places: where each whole tensor is assembled, by all ranks.
+        """
+        for _, param in self._chosen(names):
+            whole = [places[hf.name] for hf in param.hf]
+            for part, rank in enumerate(self._givers(param)):
+                if rank == self.rank:
+                    self._put(param, part, self._shard(param), whole)
+            yield tuple(hf.name for hf in param.hf)
+
+    def _put(self, param: Param, part: int, shard: Tensor, whole: list[Tensor]) -> None:
+        dim = param.mapping.dim
+        for piece in param.pieces(self._ownership.parts(param), part):
+            if piece.source is not None:
+                whole[piece.source].narrow(dim, piece.start, piece.length).copy_(shard.narrow(dim, piece.at, piece.length))
 
     def _contribute(self, parcels: list[_Parcel]) -> Iterator[None]:
         """A sender's side: a parcel is packed while the one before travels."""
@@ -216,19 +260,19 @@ class HFGatherer:
         under_way: Pending | None = None
         sent = 0
         for parcel in parcels:
-            if self._rank in parcel.sizes:
-                buffer = buffers.take(self._rank, sent, parcel)
+            if self.rank in parcel.sizes:
+                buffer = buffers.take(self.rank, sent, parcel)
                 self._pack(parcel, buffer)
                 if under_way is not None:
                     under_way.wait()
-                under_way, sent = self._transport.send(buffer, self._root), sent + 1
+                under_way, sent = self.transport.send(buffer, self.root), sent + 1
             yield from (None for param in parcel.params for _ in param.hf)
         if under_way is not None:
             under_way.wait()
 
     def _pack(self, parcel: _Parcel, buffer: Tensor) -> None:
         for part in parcel.parts:
-            if part.rank == self._rank:
+            if part.rank == self.rank:
                 part.view(buffer).copy_(self._shard(part.param))
 
     def _shard(self, param: Param) -> Tensor:
@@ -255,20 +299,16 @@ class HFGatherer:
                 yield from self._assemble(param, by_param[id(param)], received, place)
 
     def _post(self, parcels: list[_Parcel], number: int, buffers: _Buffers) -> tuple[dict[int, Tensor], list[Pending]]:
-        received = {rank: buffers.take(rank, number, parcels[number]) for rank in parcels[number].sizes if rank != self._root}
-        return received, [self._transport.receive(buffer, rank) for rank, buffer in received.items()]
+        received = {rank: buffers.take(rank, number, parcels[number]) for rank in parcels[number].sizes if rank != self.root}
+        return received, [self.transport.receive(buffer, rank) for rank, buffer in received.items()]
 
     def _assemble(
         self, param: Param, parts: list[_Part], received: Mapping[int, Tensor], place: Place | None
     ) -> Iterator[tuple[str, Tensor]]:
-        dim, split, dtype = param.mapping.dim, self._ownership.parts(param), parts[0].dtype
-        whole = [place(hf) if place else torch.empty(hf.shape, dtype=dtype, device=self._device) for hf in param.hf]
+        whole = [place(hf) if place else torch.empty(hf.shape, dtype=parts[0].dtype, device=self._device) for hf in param.hf]
         for part in parts:
-            own = part.rank == self._root
-            shard = self._shard(param) if own else part.view(received[part.rank])
-            for piece in param.pieces(split, part.part):
-                if piece.source is not None:
-                    whole[piece.source].narrow(dim, piece.start, piece.length).copy_(shard.narrow(dim, piece.at, piece.length))
+            own = part.rank == self.root
+            self._put(param, part.part, self._shard(param) if own else part.view(received[part.rank]), whole)
         yield from zip((tensor.name for tensor in param.hf), whole, strict=True)
 
 

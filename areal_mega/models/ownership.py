@@ -20,6 +20,16 @@ class Shard:
     rank: int
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of the model that one rank gathers: ``root`` gets the parameters with these HuggingFace names from ``ranks``, itself one of
+    them."""
+
+    root: int
+    ranks: tuple[int, ...]
+    names: frozenset[str]
+
+
 def stage_layers(num_layers: int, strategy: ParallelStrategy) -> tuple[int, ...]:
     """Layers of each virtual pipeline stage, in the order of the layers: as the strategy says, or the same number each.
 

@@ -12,9 +12,11 @@ from areal_mega.rollout.inference import (
     GenerateRequest,
     Generation,
     PauseMode,
+    Run,
     Segment,
     ServerDigest,
     ServerFault,
+    one_by_one,
     parse_version,
 )
 from areal_mega.rollout.transport import Transport
@@ -39,6 +41,8 @@ class InferenceClient:
         self._generator = Generator(self.base_url, ask=self._ask, decode=self._decode, retries=retries)
         self._sessions_known: bool | None = None
         self._spans = True
+        self._runs = False
+        """Takes all buckets of an update by one request."""
         self._paused: PauseMode | None = None
         self._version = 0
 
@@ -112,6 +116,7 @@ class InferenceClient:
             self._spans = "weight_versions" in sample["meta_info"]
         with readable(self.base_url, "/server_info", server):
             engine = str(server.get("engine", "sglang"))
+            self._runs = bool(server.get("bucket_runs", False))
         return Capabilities(
             engine=engine,
             version=str(server.get("version", "unknown")),
@@ -119,8 +124,8 @@ class InferenceClient:
             max_context=await self._max_context(server),
             update_sessions=await self._has_sessions(),
             version_spans=self._spans,
-            hf_digests=bool(server.get("hf_digests", False)),
-            partial_updates=bool(server.get("hf_digests", False)),
+            hf_digests=server.get("hf_digests"),
+            partial_updates=server.get("hf_digests") is not None,
             routed_experts=bool(server.get("enable_return_routed_experts", False)),
             checksums=await self._has_route("/weights_checker"),
             # SGLang draws from one generator for the whole batch unless it is told to be deterministic; a seed is then not looked at.
@@ -229,6 +234,27 @@ class InferenceClient:
             body["weight_version"] = str(version)
         await self._success("/update_weights_from_distributed", body)
         self._version = self._version if version is None else version
+
+    async def update_run(self, buckets: Run, *, version: int, flush_cache: bool) -> None:
+        """Make the server receive the buckets of a whole update in order; the last one carries the version.
+
+        By one request where the server takes that, so that no bucket waits for a request of its own.
+        """
+        if not self._runs:
+            await one_by_one(self, buckets, version=version, flush_cache=flush_cache)
+            return
+        body = {
+            "buckets": [
+                {"names": bucket.names, "dtypes": [bucket.dtype] * len(bucket.names), "shapes": bucket.shapes, "group_name": group}
+                for group, bucket in buckets
+            ],
+            "load_format": "flattened_bucket",
+            "weight_version": str(version),
+            "flush_cache": flush_cache,
+            "abort_all_requests": False,
+        }
+        await self._success("/update_weights_from_distributed", body)
+        self._version = version
 
     async def update_from_disk(self, path: str, version: int) -> None:
         """Load a HuggingFace folder that the server can read."""

@@ -9,8 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from areal_mega.sync.digest import DigestKind
+from areal_mega.sync.plan import Bucket
+
 if TYPE_CHECKING:
     import numpy as np
+
+Run = Sequence[tuple[str, Bucket]]
+"""Buckets of an update in their order, each with the name of the group that it travels over."""
 
 __all__ = [
     "Capabilities",
@@ -125,8 +131,8 @@ class Capabilities:
     """Has begin_weight_update / end_weight_update (mandatory where present)."""
     version_spans: bool
     """Reports which weight version made which tokens of a request."""
-    hf_digests: bool
-    """Reports digests per HuggingFace tensor."""
+    hf_digests: DigestKind | None
+    """The kind of digests that it reports per HuggingFace tensor; None: it reports none."""
     routed_experts: bool
     """Reports the experts of each position."""
     checksums: bool = False
@@ -205,6 +211,10 @@ class InferenceServer(Protocol):
         """Make the server receive one bucket; returns when it is loaded, so run it beside the sender's broadcast."""
         ...
 
+    async def update_run(self, buckets: Run, *, version: int, flush_cache: bool) -> None:
+        """Make the server receive the buckets of a whole update in order; the last one carries the version."""
+        ...
+
     async def update_from_disk(self, path: str, version: int) -> None:
         """Load a HuggingFace folder that the server can read."""
         ...
@@ -218,3 +228,17 @@ class InferenceServer(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+async def one_by_one(server: InferenceServer, buckets: Run, *, version: int, flush_cache: bool) -> None:
+    """``update_run`` for a server that is asked for every bucket by itself."""
+    for number, (group, bucket) in enumerate(buckets, 1):
+        last = number == len(buckets)
+        await server.update_bucket(
+            names=list(bucket.names),
+            dtypes=[bucket.dtype] * len(bucket.names),
+            shapes=[list(shape) for shape in bucket.shapes],
+            group_name=group,
+            version=version if last else None,
+            flush_cache=last and flush_cache,
+        )

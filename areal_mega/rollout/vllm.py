@@ -15,9 +15,11 @@ from areal_mega.rollout.inference import (
     GenerateRequest,
     Generation,
     PauseMode,
+    Run,
     Segment,
     ServerDigest,
     ServerFault,
+    one_by_one,
     parse_version,
 )
 from areal_mega.rollout.transport import Transport
@@ -159,7 +161,7 @@ class VLLMClient:
             max_context=context,
             update_sessions=True,
             version_spans=self._spans,
-            hf_digests=await self._plugged_in(),
+            hf_digests="sums" if await self._plugged_in() else None,
             routed_experts=False,
             checksums=await self._has_route("/weight_checker"),
             seeds=True,
@@ -257,6 +259,9 @@ class VLLMClient:
         if flush_cache:
             await self._transport.request("POST", "/reset_prefix_cache?reset_running_requests=true", {})
         self._sent = version
+
+    async def update_run(self, buckets: Run, *, version: int, flush_cache: bool) -> None:
+        await one_by_one(self, buckets, version=version, flush_cache=flush_cache)
 
     async def update_from_disk(self, path: str, version: int) -> None:
         """Load a HuggingFace folder that the server can read."""

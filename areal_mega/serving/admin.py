@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -48,29 +49,24 @@ class Admin:
         return _success("Success")
 
     async def update_distributed(self, request: web.Request) -> web.Response:
+        """One bucket; or, which SGLang has not, ``buckets``: those of a whole update, in order, and the version with the last one."""
         body = await read_json(request)
-        names, dtypes, shapes = _need(body, "names", list), _need(body, "dtypes", list), _need(body, "shapes", list)
-        if not len(names) == len(dtypes) == len(shapes):
-            raise malformed(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not match")
         load_format = body.get("load_format")
         if load_format not in (None, "flattened_bucket"):
             raise malformed(f"load_format must be null or 'flattened_bucket', got {load_format!r}")
-        bucket = Bucket(
-            names=tuple(names),
-            dtypes=tuple(str(d).removeprefix("torch.") for d in dtypes),
-            shapes=tuple(tuple(int(n) for n in shape) for shape in shapes),
-            group=body.get("group_name", "weight_update_group"),
-            flat=load_format is not None,
-            version=body.get("weight_version"),
-            flush=body.get("flush_cache", True),
-            abort_all=body.get("abort_all_requests", False),
-        )
-        try:
-            self._updater.check(bucket)  # at once: while generation is not paused, the update itself would wait for running requests
-        except UpdateRefused as refusal:
-            raise BadRequest({"success": False, "message": str(refusal)}) from refusal
-        future = self._engine.call_exclusive(lambda: self._updater.receive(bucket))
-        return _success(await self._answered(asyncio.wrap_future(future)))
+        asked = _need(body, "buckets", list) if "buckets" in body else [body]
+        if not asked:
+            raise malformed("buckets is empty")
+        buckets = [_bucket(each, body, last=number == len(asked)) for number, each in enumerate(asked, 1)]
+        message = ""
+        for bucket in buckets:
+            try:
+                self._updater.check(bucket)  # at once: while generation is not paused, the update itself would wait for running requests
+            except UpdateRefused as refusal:
+                raise BadRequest({"success": False, "message": str(refusal)}) from refusal
+            future = self._engine.call_exclusive(partial(self._updater.receive, bucket))
+            message = await self._answered(asyncio.wrap_future(future))
+        return _success(message)
 
     async def update_from_disk(self, request: web.Request) -> web.Response:
         body = await read_json(request)
@@ -146,6 +142,22 @@ class Admin:
             "/resume_memory_occupation": self.resume_memory,
         }
         return [web.post(path, handler) for path, handler in post.items()]
+
+
+def _bucket(asked: dict[str, Any], body: dict[str, Any], *, last: bool) -> Bucket:
+    names, dtypes, shapes = _need(asked, "names", list), _need(asked, "dtypes", list), _need(asked, "shapes", list)
+    if not len(names) == len(dtypes) == len(shapes):
+        raise malformed(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not match")
+    return Bucket(
+        names=tuple(names),
+        dtypes=tuple(str(d).removeprefix("torch.") for d in dtypes),
+        shapes=tuple(tuple(int(n) for n in shape) for shape in shapes),
+        group=asked.get("group_name", "weight_update_group"),
+        flat=body.get("load_format") is not None,
+        version=body.get("weight_version") if last else None,
+        flush=last and body.get("flush_cache", True),
+        abort_all=body.get("abort_all_requests", False),
+    )
 
 
 def _need(body: dict[str, Any], name: str, kind: type) -> Any:

@@ -89,11 +89,16 @@ class LatentAttention:
             self._q = weights.linear(f"{role}linear_q_up_proj", layer)
         self._kv_down = weights.linear(f"{role}linear_kv_down_proj", layer)
         self._kv_norm = weights.need(f"{role}kv_layernorm.weight", layer)
-        up = weights.need(f"{role}linear_kv_up_proj.weight", layer).view(self._arch.heads, sizes.nope + sizes.value, sizes.kv_rank)
-        self._key_up, self._value_up = up[:, : sizes.nope], up[:, sizes.nope :].transpose(1, 2)
+        self._kv_up = weights.need(f"{role}linear_kv_up_proj.weight", layer)
+        weights.derive(self._split_up, f"{role}linear_kv_up_proj.weight", layer)
         self._out = weights.linear(f"{role}linear_proj", layer)
         # Files rotate neighbouring pairs. Scores are sums over pairs, so any order will do that query and key share.
         self._order = torch.cat([torch.arange(0, sizes.rope, 2), torch.arange(1, sizes.rope, 2)])
+
+    def _split_up(self) -> None:
+        sizes = self._latent
+        up = self._kv_up.view(self._arch.heads, sizes.nope + sizes.value, sizes.kv_rank)
+        self._key_up, self._value_up = up[:, : sizes.nope], up[:, sizes.nope :].transpose(1, 2)
 
     def __call__(self, h: Tensor, angles: Angles, attention: StepAttention) -> Tensor:
         heads, sizes, t = self._arch.heads, self._latent, len(h)
@@ -139,6 +144,12 @@ class Sparse:
         self._ops = weights.ops
         self._grouped = all(p.by_kernels and p.bias is None for p in (*self._up, *self._down))
         self._addresses: tuple[Tensor, Tensor] | None = None
+        for expert in range(self.experts.count):
+            for role in ("linear_fc1", "linear_fc2"):
+                weights.derive(self._forget, f"{role}.weight", layer, expert)
+
+    def _forget(self) -> None:
+        self._addresses = None
 
     def _widen(self) -> None:
         self._router32 = self._router.weight.float()
@@ -205,7 +216,9 @@ class Sparse:
 
 
 def _addresses(products: list[Linear]) -> Tensor:
-    """Of packed weights, which stay where they are; int64 [experts]."""
+    """Of weights as the kernels want them, until one changes; int64 [experts]."""
+    for product in products:
+        product.pack()
     packed = [p.packed for p in products]
     assert all(p is not None for p in packed), "used before it was loaded"
     return torch.tensor([p.data_ptr() for p in packed if p is not None], dtype=torch.int64)

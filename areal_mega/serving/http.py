@@ -16,6 +16,7 @@ from areal_mega.serving.engine import Engine
 from areal_mega.serving.protocol import BadRequest, GenerateCall, ServingFacts, malformed, parse_generate, refused, unavailable
 from areal_mega.serving.sequence import Sequence
 from areal_mega.serving.text import Text
+from areal_mega.serving.weights import DIGESTS
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_BODY = 1 << 30
@@ -198,7 +199,13 @@ class Frontend:
 
     async def server_info(self, request: web.Request) -> web.Response:
         state = await self.command(self.engine.state)
-        facts = {"engine": "areal-mega-embedded", "version": self.info.version, "hf_digests": True, "weight_version": self.engine.version}
+        facts = {
+            "engine": "areal-mega-embedded",
+            "version": self.info.version,
+            "weight_version": self.engine.version,
+            "hf_digests": DIGESTS,
+            "bucket_runs": True,
+        }
         return web.json_response({**self.info.args, "dtype": self.info.dtype, "internal_states": [state], "frontend": "python", **facts})
 
     async def metrics(self, request: web.Request) -> web.Response:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_mega.core import points
 from areal_mega.core.errors import UserError
 from areal_mega.serving.engine import Engine
 from areal_mega.serving.loader import Unchanged, check_same_arch, fill_from
@@ -166,17 +165,22 @@ class Updater:
         weights = self._engine.model.weights
         if bucket.abort_all:
             self._engine.abort(lambda _: True)
+        settled = weights.settle(bucket.names, [_WIRE[dtype] for dtype in bucket.dtypes]) if bucket.flat else None
+        tensors: Sequence[Tensor] = ()
         try:
-            tensors = self._receive_flat(bucket) if bucket.flat else self._receive_each(bucket)
+            if settled is not None:
+                self._broadcast(settled, bucket.group)  # into its place: nothing is left to copy
+            else:
+                tensors = self._receive_flat(bucket) if bucket.flat else self._receive_each(bucket)
         except (RuntimeError, TimeoutError) as error:
+            weights.unsettle(bucket.names)
             self._fail(f"Failed to receive weights: {str(error).strip().splitlines()[0]}")
             log.exception("a bucket was not received")
             raise UpdateRefused(self._failure) from error
         self._engine.holding = True  # until the session ends: the rest of the weights is still of the old version
         self._came.update(bucket.names)
-        points.reach("sync.received")
         try:
-            for name, tensor in zip(bucket.names, tensors, strict=True):
+            for name, tensor in zip(bucket.names, tensors, strict=False):
                 weights.load(name, tensor)
             weights.refresh(bucket.names)
         except BaseException as error:

@@ -15,12 +15,20 @@ from areal_mega.core.errors import UserError
 from areal_mega.serving.arch import Arch
 from areal_mega.serving.linear import Linear
 from areal_mega.serving.ops import Ops
-from areal_mega.sync.digest import combine, tensor_digests
+from areal_mega.sync.digest import DigestKind, combine, tensor_digests
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from areal_mega.models.table import Param
+
+
+DIGESTS: DigestKind = "xxh3"
+"""The kind that the server reports: its weights are in host memory."""
+
+
+_Key = tuple[int | None, int | None, str]
+"""Layer, expert and role of a parameter."""
 
 
 class Weights:
@@ -34,8 +42,14 @@ class Weights:
     def __init__(self, arch: Arch, dtype: torch.dtype, parameters: Iterable[Param], ops: Ops) -> None:
         self.arch, self.dtype, self.ops = arch, dtype, ops
         self.hf: dict[str, Tensor] = {}
-        self._parameters: dict[tuple[int | None, int | None, str], Tensor] = {}
-        self._names: dict[tuple[int | None, int | None, str], tuple[str, ...]] = {}
+        self._parameters: dict[_Key, Tensor] = {}
+        self._names: dict[_Key, tuple[str, ...]] = {}
+        self._key: dict[str, _Key] = {}
+        """Of a parameter's first tensor."""
+        self._home: dict[str, tuple[str, ...]] = {}
+        """Of a tensor that ``settle`` has moved: all those that it shares memory with."""
+        self._memory: dict[tuple[str, ...], Tensor] = {}
+        """Bytes in which exactly these tensors lie, one after the other."""
         self._derived: dict[str, list[Callable[[], None]]] = {}
         for param in parameters:
             rows = [shape[0] for shape in param.shapes]
@@ -43,6 +57,7 @@ class Weights:
             tensor = torch.full((sum(rows), *param.shapes[0][1:]), float("nan"), dtype=kind)
             key = (param.layer, param.expert, param.role)
             self._parameters[key], self._names[key] = tensor, tuple(t.name for t in param.hf)
+            self._key[param.hf[0].name] = key
             self.hf.update(zip(self._names[key], tensor.split(rows), strict=True))
 
     def get(self, role: str, layer: int | None = None, expert: int | None = None) -> Tensor | None:
@@ -52,12 +67,12 @@ class Weights:
         return self._parameters[layer, expert, role]
 
     def linear(self, role: str, layer: int | None = None, expert: int | None = None) -> Linear:
-        """The product with ``role.weight`` and, where there is one, ``role.bias``; packed by every ``refresh``."""
+        """The product with ``role.weight`` and, where there is one, ``role.bias``; packed anew after every ``refresh``."""
         bias = self.get(f"{role}.bias", layer, expert)
         made = Linear(self.need(f"{role}.weight", layer, expert), bias, self.ops)
-        self.derive(made.pack, f"{role}.weight", layer, expert)
+        self.derive(made.changed, f"{role}.weight", layer, expert)
         if bias is not None:
-            self.derive(made.pack, f"{role}.bias", layer, expert)
+            self.derive(made.changed, f"{role}.bias", layer, expert)
         return made
 
     def derive(self, make: Callable[[], None], role: str, layer: int | None = None, expert: int | None = None) -> None:
@@ -80,6 +95,62 @@ class Weights:
         if tuple(self.hf[name].shape) != shape:
             raise UserError(f"tensor {name!r} has shape {list(shape)}, the model has {list(self.hf[name].shape)}")
 
+    def settle(self, names: tuple[str, ...], dtypes: Iterable[torch.dtype]) -> Tensor | None:
+        """Let these tensors lie in memory of their own, one after the other, so that a bucket of them can be received into its place.
+
+        What they were is then lost; ``refresh`` must follow. The next bucket of the same tensors finds the same memory.
+
+        Args:
+            dtypes: of the tensors as they come.
+
+        Returns:
+            Those bytes; None, and nothing is changed, where a tensor comes in another dtype than it has here, or only a part of a fused
+            parameter comes, or of the tensors that one of these lies among.
+        """
+        if names in self._memory:
+            return self._memory[names]
+        keys = self._complete(names)
+        fits = all(self.hf[name].dtype == dtype for name, dtype in zip(names, dtypes, strict=True))
+        left = {self._home[name] for name in names if name in self._home}
+        if keys is None or not fits or not {name for home in left for name in home} <= set(names):
+            return None
+        for home in left:
+            self._memory.pop(home, None)
+        return self._place(names, keys)
+
+    def unsettle(self, names: tuple[str, ...]) -> None:
+        """Something may still write into the memory that ``settle`` gave these tensors: they leave it, and are lost."""
+        if self._memory.pop(names, None) is not None:
+            keys = self._complete(names)
+            assert keys is not None
+            self._place(names, keys)
+
+    def _place(self, names: tuple[str, ...], keys: list[_Key]) -> Tensor:
+        memory = torch.empty(sum(self.hf[name].nbytes for name in names), dtype=torch.uint8)
+        start = 0
+        for key in keys:
+            parameter, rows = self._parameters[key], [len(self.hf[name]) for name in self._names[key]]
+            end = start + parameter.nbytes
+            # In place: layers hold this very object.
+            parameter.set_(memory[start:end].view(parameter.dtype).view(parameter.shape))  # type: ignore[call-overload]
+            self.hf.update(zip(self._names[key], parameter.split(rows), strict=True))
+            start = end
+        self._home |= dict.fromkeys(names, names)
+        self._memory[names] = memory
+        return memory
+
+    def _complete(self, names: tuple[str, ...]) -> list[_Key] | None:
+        """The parameters of these tensors, if they are whole parameters in order."""
+        keys: list[_Key] = []
+        at = 0
+        while at < len(names):
+            key = self._key.get(names[at])
+            if key is None or names[at : at + len(self._names[key])] != self._names[key]:
+                return None
+            keys.append(key)
+            at += len(self._names[key])
+        return keys
+
     def refresh(self, names: Iterable[str] | None = None) -> None:
         """Make again what is derived from these HF tensors (None: from all); call after any load."""
         makers = [make for name in (self._derived if names is None else names) for make in self._derived.get(name, ())]
@@ -87,7 +158,8 @@ class Weights:
             make()
 
     def digests(self) -> dict[str, str]:
-        return tensor_digests(self.hf)
+        """Of kind ``DIGESTS``."""
+        return tensor_digests(self.hf, DIGESTS)
 
     def digest(self) -> str:
         return combine(self.digests())

@@ -1,9 +1,13 @@
 """Digests of tensors: did the server load exactly what the trainer sent?
 
-A digest covers dtype, shape and every bit, and is the same on CPU and GPU. The bytes are read as 64-bit words in rows of
-``ROW_WORDS``; a row's hash is sum(word_j * w_j) modulo 2**64 with fixed pseudo-random odd weights, so a moved, swapped or changed word
-changes it; row hashes are mixed and summed the same way. That is a few vectorised operations per megabyte, in bounded memory. It
-detects faults, not forgeries.
+A digest covers dtype, shape and every bit, and is the same on CPU and GPU. It detects faults, not forgeries. There are two kinds, and a
+server says which it reports: each is fast on one kind of memory.
+
+- ``sums``, for GPUs: the bytes are read as 64-bit words in rows of ``ROW_WORDS``; a row's hash is sum(word_j * w_j) modulo 2**64 with fixed
+  pseudo-random odd weights, so a moved, swapped or changed word changes it; row hashes are mixed and summed the same way. That is a few
+  vectorised operations per megabyte, in bounded memory.
+- ``xxh3``, for host memory: XXH3 (64 bits) of the bytes, by the xxhash library, which reads as fast as memory gives. Of a tensor on a GPU
+  it is computed from a copy.
 """
 
 from __future__ import annotations
@@ -11,10 +15,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+DigestKind = Literal["sums", "xxh3"]
 
 ROW_WORDS = 1 << 14
 _BLOCK = 512 * ROW_WORDS
@@ -22,13 +29,38 @@ _BLOCK = 512 * ROW_WORDS
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def tensor_digest(tensor: Tensor) -> str:
+def tensor_digest(tensor: Tensor, kind: DigestKind = "sums") -> str:
     """16 hexadecimal digits of dtype, shape and contents (any shape, any dtype, contiguous or not)."""
-    return tensor_digests({"": tensor})[""]
+    return tensor_digests({"": tensor}, kind)[""]
 
 
-def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The digest of each, with one copy from their device for all of them."""
+def tensor_digests(tensors: Mapping[str, Tensor], kind: DigestKind = "sums") -> dict[str, str]:
+    """The digest of each."""
+    if kind == "xxh3":
+        return {name: _finished(tensor, f"{_xxh3(tensor):016x}") for name, tensor in tensors.items()}
+    return _sums(tensors)
+
+
+def kind_for(device: torch.device) -> DigestKind:
+    """The faster kind for tensors there."""
+    return "xxh3" if device.type == "cpu" else "sums"
+
+
+def _finished(tensor: Tensor, contents: str) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}{contents}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _xxh3(tensor: Tensor) -> int:
+    import torch
+    import xxhash
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+
+
+def _sums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """With one copy from their device for all of them."""
     import torch
 
     counts: list[int] = []
@@ -42,8 +74,7 @@ def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     totals = _mix(torch.cat(hashes).cpu(), counts)
     out = {}
     for (name, tensor), (total, tail) in zip(tensors.items(), totals, strict=True):
-        text = f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}{total:016x}{tail:016x}"
-        out[name] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        out[name] = _finished(tensor, f"{total:016x}{tail:016x}")
     return out
 
 

@@ -7,8 +7,8 @@ is sent alone and never split.
 Several senders' buckets stand in one total order, in which the controller asks every server for them, each over its sender's own group.
 No member can wait for ever. Take the first bucket in that order that some server has not received. Every server has received all before
 it, so no server waits for another one, and each comes to ask for it. Its sender has sent all of its own before it, so it waits for no
-server, and what it gathers comes from ranks of its own pipeline stage that wait for this sender alone. So this bucket is sent, and the
-same holds for the next.
+server, and what it gathers comes from ranks that take part in no other sender's gathers (`sync.shares`) and so wait for this sender alone,
+whether they send it messages or write into its buffers. So this bucket is sent, and the same holds for the next.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 
 _FUSED = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj|q_a_proj|kv_a_proj_with_mqa|w1|w3)\.(weight|bias)$")
 
 
-class TensorSpec(Protocol):
+class Named(Protocol):
     @property
     def name(self) -> str: ...
+
+
+class TensorSpec(Named, Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
@@ -71,9 +74,9 @@ def bucket_bytes(bucket_mb: float) -> int:
     return int(bucket_mb * 1024**2)
 
 
-def _fused_groups(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
+def fused_groups[T: Named](specs: Iterable[T]) -> list[list[T]]:
     """Neighbours that a server fuses: same parent module, both named in ``_FUSED``."""
-    groups: list[list[TensorSpec]] = []
+    groups: list[list[T]] = []
     key: str | None = None
     for spec in specs:
         match = _FUSED.search(spec.name)
@@ -87,13 +90,17 @@ def _fused_groups(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
 
 
 def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[Bucket, ...]:
-    """Cut ``specs`` into buckets of at most ``max_bytes``, never inside a fused group, a new one wherever the dtype changes."""
+    """Cut ``specs`` into buckets of at most ``max_bytes``, never inside a fused group, a new one wherever the dtype changes.
+
+    The first one is a quarter of that: nothing travels while it is filled.
+    """
     buckets: list[list[TensorSpec]] = []
     size, dtype = 0, ""
-    for group in _fused_groups(specs):
+    for group in fused_groups(specs):
         for run in _by_dtype(group):
             nbytes = sum(elements(s.shape) * ITEM_BYTES[s.dtype] for s in run)
-            if not buckets or run[0].dtype != dtype or size + nbytes > max_bytes:
+            limit = max_bytes if len(buckets) > 1 else max_bytes // 4
+            if not buckets or run[0].dtype != dtype or size + nbytes > limit:
                 buckets.append([])
                 size, dtype = 0, run[0].dtype
             buckets[-1].extend(run)
@@ -113,7 +120,7 @@ def _by_dtype(group: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
 
 def with_fused(names: Container[str], specs: Iterable[TensorSpec]) -> frozenset[str]:
     """Names of ``specs`` that are in ``names``, and of those that a server fuses with one of them: they travel together or not at all."""
-    groups = _fused_groups(specs)
+    groups = fused_groups(specs)
     return frozenset(spec.name for group in groups if any(spec.name in names for spec in group) for spec in group)
 
 

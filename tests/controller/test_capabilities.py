@@ -19,12 +19,12 @@ EMBEDDED = Capabilities(
     max_context=64,
     update_sessions=True,
     version_spans=True,
-    hf_digests=True,
+    hf_digests="xxh3",
     routed_experts=False,
     checksums=True,
     seeds=True,
 )
-SGLANG = replace(EMBEDDED, engine="sglang", version="0.5.23", hf_digests=False, routed_experts=True, seeds=False)
+SGLANG = replace(EMBEDDED, engine="sglang", version="0.5.23", hf_digests=None, routed_experts=True, seeds=False)
 
 
 def lengths(prompt: int, answer: int, **more: Any) -> Recipe:

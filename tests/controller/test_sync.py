@@ -19,7 +19,7 @@ from areal_mega.core.errors import DeadlineExceeded
 from areal_mega.core.metrics import results
 from areal_mega.parallel.layout import RankLayout
 from areal_mega.parallel.strategy import parse
-from areal_mega.rollout.inference import Capabilities, ServerDigest, parse_version
+from areal_mega.rollout.inference import Capabilities, ServerDigest, one_by_one, parse_version
 from areal_mega.sync.digest import combine
 
 SPECS = {
@@ -53,13 +53,13 @@ class Peer:
 
 class FakeRank(Peer):
     peer: str
-    by_stage = True
+    several = True
     changed: list[str] | None = None
 
     async def call(self, method: str, *, timeout_s: float, **kwargs: Any) -> Any:
         await self.do(method, **kwargs)
         if method == "sync_plan":
-            self.by_stage = kwargs["by_stage"]
+            self.several = kwargs["several"]
             return self.specs
         if method == "sync_host":
             return PORT + self.rank if self.rank == kwargs["rank"] else 0
@@ -74,7 +74,7 @@ class FakeRank(Peer):
 
     @property
     def specs(self) -> list[dict[str, Any]]:
-        if self.by_stage:
+        if self.several:
             return SPECS[self.rank]
         return [] if self.rank else SPECS[0] + SPECS[1]
 
@@ -118,6 +118,9 @@ class FakeServer(Peer):
         await self.do("update_bucket", **kwargs)
         self.version = kwargs["version"] if kwargs["version"] is not None else self.version
 
+    async def update_run(self, buckets: Any, *, version: int, flush_cache: bool) -> None:
+        await one_by_one(self, buckets, version=version, flush_cache=flush_cache)  # type: ignore[arg-type]
+
     async def end_update(self) -> None:
         await self.do("end_update")
 
@@ -144,7 +147,14 @@ class Cast:
     """Two train ranks, two servers, and the sync over them."""
 
     def __init__(
-        self, folder: Path, *, hf_digests: bool = True, replica_size: int = 1, timeout_s: float = 20.0, able: Any = None, **sync: Any
+        self,
+        folder: Path,
+        *,
+        hf_digests: str | None = "xxh3",
+        replica_size: int = 1,
+        timeout_s: float = 20.0,
+        able: Any = None,
+        **sync: Any,
     ) -> None:
         self.events: list[tuple[str, str]] = []
         self.ranks = [FakeRank(f"train rank {rank}", self.events) for rank in range(2)]
@@ -223,7 +233,7 @@ async def test_a_sync_in_order(cast: Cast) -> None:
         assert (first["version"], second["version"], last["version"]) == (None, None, 3)  # stamped when the weights are whole
         assert (first["flush_cache"], second["flush_cache"], last["flush_cache"]) == (False, False, True)
     assert [cast.of(rank.name) for rank in cast.ranks] == [["sync_broadcast"]] * 2
-    assert cast.ranks[0].arguments["sync_broadcast"] == [{"version": 3, "only": None, "digests": True}]
+    assert cast.ranks[0].arguments["sync_broadcast"] == [{"version": 3, "only": None, "digests": "xxh3"}]
     order = [method for _, method in cast.events]
     assert order.index("begin_update") > max(i for i, method in enumerate(order) if method == "pause")
     assert order.index("resume") > max(i for i, method in enumerate(order) if method == "digests")
@@ -399,9 +409,9 @@ async def test_another_version_is_a_mismatch(tmp_path: Path, cast: Cast) -> None
 
 
 async def test_a_server_without_digests_is_asked_for_its_version(tmp_path: Path) -> None:
-    cast = Cast(tmp_path, hf_digests=False)
+    cast = Cast(tmp_path, hf_digests=None)
     await cast.push(0)
-    assert cast.ranks[0].arguments["sync_broadcast"][0]["digests"] is False, "nobody would compare them"
+    assert cast.ranks[0].arguments["sync_broadcast"][0]["digests"] is None, "nobody would compare them"
     assert "digests" not in cast.of("server rank 0") and "weight_version" in cast.of("server rank 0")
     cast.servers[1].reports = "default"  # as a server says that was never given one
     await cast.push(0)
@@ -462,7 +472,7 @@ async def test_all_servers_may_be_lost_and_come_back(tmp_path: Path) -> None:
 
 
 async def test_replicas_without_digests_are_held_against_each_other(tmp_path: Path) -> None:
-    cast = Cast(tmp_path, hf_digests=False, able={"checksums": True})
+    cast = Cast(tmp_path, hf_digests=None, able={"checksums": True})
     await cast.push()
     assert "checksums" in cast.of("server rank 0") and "digests" not in cast.of("server rank 0")
     cast.servers[1].held["a"] = "x"

@@ -35,6 +35,7 @@ from areal_mega.rollout.client import InferenceClient
 from areal_mega.rollout.inference import Capabilities
 from areal_mega.rollout.staleness import StalenessControl
 from areal_mega.rollout.worker import RolloutWorker
+from areal_mega.serving.weights import DIGESTS
 from areal_mega.sync.digest import tensor_digests
 
 BATCH, GROUP, TOKENS = 4, 2, 100
@@ -81,15 +82,15 @@ class FolderOfWeights:
     def __init__(self, folder: Path) -> None:
         from safetensors.torch import load_file
 
-        self._folder, self._digests = folder, tensor_digests(load_file(folder / "model.safetensors"))
+        self._folder, self._digests = folder, tensor_digests(load_file(folder / "model.safetensors"), DIGESTS)
 
-    async def sync_plan(self, by_stage: bool) -> list[dict[str, Any]]:
+    async def sync_plan(self, several: bool) -> list[dict[str, Any]]:
         return []
 
     async def health(self) -> None:
         pass
 
-    async def sync_write(self, version: int, folder: str) -> dict[str, Any]:
+    async def sync_write(self, version: int, folder: str, digests: Any) -> dict[str, Any]:
         await asyncio.to_thread(shutil.copytree, self._folder, folder)
         times = {"gather_s": 0.0, "digest_s": 0.0, "transfer_s": 0.0}
         return {"version": version, "digests": self._digests, "nbytes": 1, "saved_bytes": 0, **times}

@@ -86,7 +86,7 @@ def test_products_of_bf16_are_exact_but_for_one_rounding_and_alike_in_any_batch(
     linear = Linear(weight, added, ops)
     for seed in (0, 1):  # the second time into the same place
         weight.copy_(random(outputs, inputs, seed=seed))
-        linear.pack()
+        linear.changed()
         x = random(100, inputs, dtype=torch.bfloat16, seed=3)
         whole = linear(x)
         exact = F.linear(x.float(), weight.float(), None if added is None else added.float())
@@ -98,7 +98,6 @@ def test_products_of_bf16_are_exact_but_for_one_rounding_and_alike_in_any_batch(
 def test_a_row_of_inputs_of_odd_length_is_multiplied_elsewhere() -> None:
     ops, weight, x = multiplying(), random(5, 33, dtype=torch.bfloat16), random(4, 33, dtype=torch.bfloat16, seed=1)
     linear = Linear(weight, None, ops)
-    linear.pack()
     assert not linear.by_kernels
     torch.testing.assert_close(linear(x), F.linear(x, weight), rtol=0.02, atol=0.02)
 

@@ -18,6 +18,7 @@ from tiny_models import tiny_model
 
 from areal_mega.rollout.client import InferenceClient
 from areal_mega.rollout.inference import GenerateRequest, ServerFault
+from areal_mega.serving.weights import DIGESTS
 from areal_mega.sync.digest import combine, tensor_digest
 from areal_mega.sync.group import create_group, destroy_group
 
@@ -85,7 +86,7 @@ async def send(client: InferenceClient, group: dist.ProcessGroup, name: str, wei
 
 
 def digest_of(weights: dict[str, torch.Tensor]) -> str:
-    return combine({name: tensor_digest(t) for name, t in weights.items()})
+    return combine({name: tensor_digest(t, DIGESTS) for name, t in weights.items()})
 
 
 @pytest.mark.parametrize("flattened", [True, False])
@@ -101,7 +102,7 @@ async def test_the_server_holds_exactly_what_was_sent(url: str, model: Path, fla
         held = await client.digests()
     assert held.weight_version == 11
     assert held.combined == digest_of(weights)
-    assert held.tensors == {n: tensor_digest(t) for n, t in weights.items()}
+    assert held.tensors == {n: tensor_digest(t, DIGESTS) for n, t in weights.items()}
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])

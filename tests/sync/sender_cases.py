@@ -17,36 +17,41 @@ from areal_mega.models.registry import family_for
 from areal_mega.models.table import LOCAL
 from areal_mega.parallel.layout import RankLayout
 from areal_mega.parallel.strategy import parse
+from areal_mega.sync import memory
 from areal_mega.sync.digest import tensor_digests
 from areal_mega.sync.group import create_group, destroy_group
 from areal_mega.sync.plan import WireSpec, elements, plan_buckets, total_order, with_fused
 from areal_mega.sync.sender import WeightSender
+from areal_mega.sync.shares import share_of, shares
 
 TIMEOUT_S = 60.0
 
 
 def sync(
-    rank: int, world_size: int, *, folder: str, strategy: str, receivers: int, bucket_bytes: int, by_stage: bool, overlap: bool
+    rank: int, world_size: int, *, folder: str, strategy: str, receivers: int, bucket_bytes: int, most: int, overlap: bool, elsewhere: int
 ) -> Any:
     """Ranks of the strategy send, the last ``receivers`` receive: everything, then what changed, then everything again.
+
+    Args:
+        most: senders of a stage; 0: rank 0 sends all.
+        elsewhere: a rank that can map no other's memory.
 
     Returns of a receiver, for each of the three: digests of what it holds, and how many bytes came. Of a sender: its reports.
     """
     layout = RankLayout(parse(strategy))
     size = layout.world_size
     assert world_size == size + receivers
-    train = dist.new_group(list(range(size)))
+    train: Any = dist.new_group(list(range(size)))
     hf = json.loads((Path(folder) / "config.json").read_text())
     family = family_for(hf)
     sender, named = None, {}
     if rank < size:
         named = shards(rank, layout, family, hf, folder)
-        stage = layout.coords(rank).pp if by_stage else None
-        root = 0 if stage is None else layout.ranks(pp=stage)[0]
-        gatherer = HFGatherer(named, family, hf, layout, rank, train, root, stage=stage, parcel_bytes=bucket_bytes * 2 // 3)
-        sender = WeightSender(
-            gatherer, sends=rank == root, dtype="bfloat16", bucket_bytes=bucket_bytes, device=torch.device("cpu"), overlap=overlap
-        )
+        share = share_of(rank, shares(Ownership(family.table(hf), layout), most)) if most else None
+        gatherer = HFGatherer(named, family, hf, layout, rank, train, share=share, parcel_bytes=bucket_bytes * 2 // 3)
+        if rank == elsewhere:
+            memory._open = lambda letter, nbytes: None  # as on another machine
+        sender = WeightSender(gatherer, dtype="bfloat16", bucket_bytes=bucket_bytes, device=torch.device("cpu"), overlap=overlap)
     plans = shared([(s.name, s.shape, s.dtype) for s in sender.specs] if sender and sender.sends else [], world_size)
     senders = {number: [WireSpec(n, tuple(s), d) for n, s, d in plan] for number, plan in enumerate(plans) if plan}
     groups = {number: form(rank, number, size, receivers, sender) for number in senders}
@@ -73,7 +78,12 @@ def sync(
             destroy_group(group)
     if sender:
         sender.leave()
-    return {"syncs": out, "weights": dict(held), "buckets": sum(len(plan_buckets(s, bucket_bytes)) for s in senders.values())}
+    return {
+        "common": sender._common if sender and sender.specs else None,
+        "syncs": out,
+        "weights": dict(held),
+        "buckets": sum(len(plan_buckets(s, bucket_bytes)) for s in senders.values()),
+    }
 
 
 def shards(rank: int, layout: RankLayout, family: Any, hf: Any, folder: str) -> dict[str, torch.Tensor]:

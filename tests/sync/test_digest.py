@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_mega.sync.digest import ROW_WORDS, combine, tensor_digest
+from areal_mega.sync.digest import ROW_WORDS, DigestKind, combine, tensor_digest
+from areal_mega.sync.digest import tensor_digest as of_kind
 
+KINDS = st.sampled_from(["sums", "xxh3"])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
 
@@ -20,6 +24,7 @@ def random_tensor(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 @given(st.integers(1, 400), st.sampled_from(DTYPES), st.integers(0, 2**31), st.data())
 def test_every_changed_bit_and_every_swap_shows(count: int, dtype: torch.dtype, seed: int, data: st.DataObject) -> None:
     tensor = random_tensor(count, dtype, seed)
+    tensor_digest = partial(of_kind, kind=data.draw(KINDS))
     digest = tensor_digest(tensor)
     assert tensor_digest(tensor.clone()) == digest
     raw = tensor.clone().view(torch.uint8)
@@ -44,7 +49,9 @@ def test_rows_and_blocks_are_no_blind_spots(words: int) -> None:
     assert tensor_digest(tensor.roll(ROW_WORDS)) != digest or words == ROW_WORDS
 
 
-def test_views_unaligned_slices_and_layout_do_not_matter() -> None:
+@pytest.mark.parametrize("kind", ["sums", "xxh3"])
+def test_views_unaligned_slices_and_layout_do_not_matter(kind: DigestKind) -> None:
+    tensor_digest = partial(of_kind, kind=kind)
     bucket = random_tensor(1000, torch.uint8, 3)
     part = bucket[2:402].view(torch.bfloat16)
     assert tensor_digest(part) == tensor_digest(part.clone())
@@ -53,7 +60,9 @@ def test_views_unaligned_slices_and_layout_do_not_matter() -> None:
     assert tensor_digest(matrix.t()) != tensor_digest(matrix)
 
 
-def test_shape_and_dtype_count() -> None:
+@pytest.mark.parametrize("kind", ["sums", "xxh3"])
+def test_shape_and_dtype_count(kind: DigestKind) -> None:
+    tensor_digest = partial(of_kind, kind=kind)
     tensor = torch.zeros(4, 6)
     digests = {tensor_digest(t) for t in (tensor, tensor.view(6, 4), tensor.view(24), torch.zeros(4, 6, dtype=torch.int32))}
     assert len(digests) == 4
@@ -63,7 +72,8 @@ def test_shape_and_dtype_count() -> None:
 
 def test_the_algorithm_is_fixed() -> None:
     """Both ends of a sync may run different machines; a changed constant must not pass unnoticed."""
-    assert tensor_digest(torch.arange(40_000, dtype=torch.float32)) == "0995de5b7656be22"
+    assert of_kind(torch.arange(40_000, dtype=torch.float32), "sums") == "0995de5b7656be22"
+    assert of_kind(torch.arange(40_000, dtype=torch.float32), "xxh3") == "d81a6a15644f333a"
 
 
 @given(st.dictionaries(st.text(max_size=8), st.text("0123456789abcdef", min_size=16, max_size=16), min_size=1, max_size=6), st.randoms())

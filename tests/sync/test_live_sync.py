@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,17 @@ class Rank:
         hf = json.loads((folder / "config.json").read_text())
         self.named = shards(0, LAYOUT, family_for(hf), hf, str(folder))
         self.before: dict[int, Any] = {}
-        """What to do when so many tensors have been gathered."""
+        """What to do when so many buckets have been filled."""
         self.wrong: dict[str, str] = {}
         gatherer = HFGatherer(self.named, family_for(hf), hf, LAYOUT, 0)
-        stream = gatherer.stream
+        lay, numbers = gatherer.lay, count()
 
-        def disturbed(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            for number, item in enumerate(stream(*args, **kwargs)):
-                self.before.get(number, lambda: None)()
-                yield item
+        def disturbed(*args: Any) -> Iterator[Any]:
+            yield from lay(*args)
+            self.before.get(next(numbers), lambda: None)()
 
-        gatherer.stream = disturbed  # type: ignore[method-assign]
-        self.sender = WeightSender(gatherer, sends=True, dtype="bfloat16", bucket_bytes=20_000, device=torch.device("cpu"))
+        gatherer.lay = disturbed  # type: ignore[assignment, method-assign]
+        self.sender = WeightSender(gatherer, dtype="bfloat16", bucket_bytes=20_000, device=torch.device("cpu"))
 
     async def call(self, method: str, *, timeout_s: float, **kwargs: Any) -> Any:
         return await asyncio.to_thread(getattr(self, method), **kwargs)
@@ -67,7 +67,7 @@ class Rank:
     def health(self) -> None:
         return None
 
-    def sync_plan(self, by_stage: bool) -> Any:
+    def sync_plan(self, several: bool) -> Any:
         return [asdict(spec) for spec in self.sender.specs]
 
     def sync_leave(self) -> None:
@@ -82,7 +82,7 @@ class Rank:
     def sync_changed(self, version: int, base: int | None) -> Any:
         return self.sender.changed(version, base)
 
-    def sync_broadcast(self, version: int, only: Any, digests: bool) -> Any:
+    def sync_broadcast(self, version: int, only: Any, digests: Any) -> Any:
         report = self.sender.broadcast(version, TIMEOUT_S, only, digests=digests)
         assert report is not None
         return asdict(report) | {"digests": report.digests | self.wrong}
@@ -134,7 +134,7 @@ async def test_only_what_changed_travels_and_a_wrong_tensor_is_named(model: Path
 async def test_a_server_that_dies_in_the_middle_is_named_at_once(model: Path) -> None:
     with process(model) as (url, pid):
         async with syncing(model, url) as (rank, sync, _):
-            rank.before = {20: lambda: os.kill(pid, signal.SIGKILL)}
+            rank.before = {3: lambda: os.kill(pid, signal.SIGKILL)}
             start = time.monotonic()
             with pytest.raises(RunFailed, match="weight sync: server rank 0 did not answer a health check after sending weights failed"):
                 await sync.push(0)

@@ -1,4 +1,4 @@
-"""Weights arrive bit for bit, from every layout, from one sender and from one per pipeline stage, in both loops."""
+"""Weights arrive bit for bit, from every layout, from one sender and from several, in both loops, with memory in common and without."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 
+from areal_mega.parallel.strategy import parse
 from areal_mega.sync.digest import tensor_digests
 
 
@@ -22,22 +23,35 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: tiny_model(folder, family, num_hidden_layers=4) for family in ("qwen3", "qwen3_moe", "deepseek_v3")}
 
 
-CASES = [
-    ("qwen3", "megatron:t2p2", True, True, 2),
-    ("qwen3", "megatron:t2p2", False, False, 1),
-    ("qwen3", "megatron:p2v2", True, False, 2),
-    ("qwen3_moe", "megatron:p2v2", True, True, 1),
-    ("qwen3_moe", "megatron:(attn:d4|ffn:e2t2)", True, True, 1),
-    ("deepseek_v3", "megatron:d2e2p2", True, True, 1),
+CASES = [  # family, strategy, senders per stage (0: rank 0 alone), how many send, overlapped, receivers, a rank on another machine
+    ("qwen3", "megatron:t2p2", 8, 2, True, 2, -1),
+    ("qwen3", "megatron:t2p2", 8, 2, True, 1, 3),
+    ("qwen3", "megatron:t2p2", 0, 1, False, 1, -1),
+    ("qwen3", "megatron:t2p2", 0, 1, False, 1, 2),
+    ("qwen3", "megatron:p2v2", 8, 2, False, 2, -1),
+    ("qwen3_moe", "megatron:p2v2", 8, 2, True, 1, -1),
+    ("qwen3_moe", "megatron:(attn:d4|ffn:e2t2)", 8, 2, True, 1, -1),
+    ("deepseek_v3", "megatron:d2e2p2", 8, 4, True, 1, -1),
+    ("deepseek_v3", "megatron:d2e2p2", 1, 2, True, 1, 1),
+    ("qwen3_moe", "megatron:t2p2e2d2", 8, 2, True, 2, -1),
+    ("qwen3_moe", "megatron:t2p2e4d2", 8, 4, True, 2, 5),
 ]
 
 
-@pytest.mark.parametrize(("family", "strategy", "by_stage", "overlap", "receivers"), CASES)
+@pytest.mark.parametrize(("family", "strategy", "most", "senders", "overlap", "receivers", "elsewhere"), CASES)
 @pytest.mark.parametrize("bucket_bytes", [30_000])
 def test_every_receiver_holds_every_bit(
-    models: dict[str, Path], family: str, strategy: str, by_stage: bool, overlap: bool, receivers: int, bucket_bytes: int
+    models: dict[str, Path],
+    family: str,
+    strategy: str,
+    most: int,
+    senders: int,
+    overlap: bool,
+    receivers: int,
+    elsewhere: int,
+    bucket_bytes: int,
 ) -> None:
-    size = {"megatron:t2p2": 4, "megatron:p2v2": 2, "megatron:(attn:d4|ffn:e2t2)": 4, "megatron:d2e2p2": 4}[strategy]
+    size = parse(strategy).world_size
     results = run_ranks(
         size + receivers,
         sender_cases.sync,
@@ -45,15 +59,18 @@ def test_every_receiver_holds_every_bit(
         strategy=strategy,
         receivers=receivers,
         bucket_bytes=bucket_bytes,
-        by_stage=by_stage,
+        most=most,
         overlap=overlap,
+        elsewhere=elsewhere,
     )
+    # The ranks of a share have memory in common, all or none.
+    assert all(result["common"] for result in results if result["common"] is not None) == (elsewhere < 0)
     expected = on_the_wire(models[family])
     digests = [tensor_digests(each) for each in (expected, doubled(expected), doubled(expected))]
     whole = sum(t.numel() * t.element_size() for t in expected.values())
     changed = sum(t.numel() * t.element_size() for name, t in expected.items() if ".layers.1." in name)
     reports = [[r for r in (rank["syncs"][turn] for rank in results[:size]) if r] for turn in range(3)]
-    assert len(reports[0]) == (2 if by_stage and "p2" in strategy else 1)
+    assert len(reports[0]) == senders
     assert results[0]["buckets"] > 5
     for turn, nbytes in enumerate((whole, changed, whole)):
         assert sum(report["nbytes"] for report in reports[turn]) == nbytes
