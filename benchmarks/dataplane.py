@@ -107,7 +107,7 @@ async def drive(args: argparse.Namespace, address: str, worker_pid: int) -> list
     steps = args.groups // args.batch
     rows = [{"id": f"p{i}", "prompt": "x", "answer": "", "version": 10**6} for i in range(1000)]
     staleness = StalenessControl(args.batch, 2, total=steps * args.batch)
-    control = RolloutController([client], PromptStream(rows, seed=1, shuffle=True), staleness, recipe, algorithm_of(recipe))
+    control = RolloutController({0: client}, PromptStream(rows, seed=1, shuffle=True), staleness, recipe, algorithm_of(recipe))
     listening = asyncio.create_task(control.listen())
     me, worker = psutil.Process(), psutil.Process(worker_pid)
     measured: list[dict[str, float]] = []

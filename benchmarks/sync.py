@@ -259,9 +259,9 @@ async def measure(args: argparse.Namespace, layout: str, folder: str) -> None:
         for server in servers:
             await server.wait_healthy(120)
         train = TrainController(clients, ranks, recipe, algorithm_of(recipe))
-        able = [await server.probe() for server in servers]
+        able = {rank: await server.probe() for rank, server in enumerate(servers)}
         sync = WeightSync(
-            train, servers, able, recipe, replica_size=1, backend="gloo", folder=Path(folder) / "weights"
+            train, dict(enumerate(servers)), able, recipe, replica_size=1, backend="gloo", folder=Path(folder) / "weights"
         )  # fmt: skip
         await sync.connect()
         await rounds(args, layout, strategy, sync, train, servers)
@@ -281,7 +281,8 @@ async def rounds(args: argparse.Namespace, layout: str, strategy: str, sync: Any
             await train.call("nudge")
             await train.call("loop", overlap=overlap)
             # A server without digests is asked for its version alone, and senders compute none.
-            sync._capabilities = able if digests else [replace(each, hf_digests=None, partial_updates=False) for each in able]
+            without = {rank: replace(each, hf_digests=None, partial_updates=False) for rank, each in able.items()}
+            sync._capabilities = able if digests else without
             one = dict(results(await sync.push(version)))
             assert one["sync/saved_bytes"] == 0
             version += 1

@@ -19,6 +19,8 @@ def status(run: RunArgument) -> None:
     typer.echo(f"{state.path}: {'running' if state.alive else 'not running'} ({where})")
     for task in state.tasks:
         typer.echo(f"  {task}" + (f" on {task.nodes}" if task.nodes else ""))
+    for rank, why in sorted(state.absent.items()):
+        typer.echo(f"  replica {rank} is away: {why}")
     if state.last is not None and state.age_s is not None:
         typer.echo(f"  last step: {state.last['step']}, {state.age_s:.0f} s ago; logs: {state.path / 'logs'}")
 

@@ -270,7 +270,9 @@ class SlurmSection(SlurmResources):
     image: str | None = leaf(None, "Container image; needed with a container")
     container_args: list[str] = leaf([], "More options of apptainer exec, or srun's --container-... options with pyxis")
     queue_timeout_s: PositiveFloat = leaf(
-        259200.0, "Longest wait for tasks to leave the queue, at the start and after a requeue; start-up time counts from there", "s"
+        259200.0,
+        "Longest wait for tasks to leave the queue: at the start, after a requeue, with no rollout task left; no start-up time",
+        "s",
     )
 
 
@@ -287,7 +289,10 @@ class LaunchSection(Section):
         0, "Times a run that failed (not by a user's mistake) starts again by itself from its newest recover checkpoint", "restarts"
     )
     server_restarts: NonNegativeInt = leaf(
-        2, "Dead inference servers are started again so often, all together; 0: a death ends the run", "restarts"
+        2,
+        "Dead inference servers and rollout workers are started again so often, all together; 0: a death, or the loss of a rollout task, "
+        "ends the attempt",
+        "restarts",
     )
     server_health_timeout_s: PositiveFloat = leaf(
         60.0, "An inference server that answers no health check for so long is killed; then as launch.server_restarts says", "s"

@@ -14,16 +14,17 @@ from areal_mega.algorithms.registry import algorithm_of
 from areal_mega.config.schema import Recipe
 from areal_mega.controller.calls import gather_all
 from areal_mega.controller.capabilities import check_context, describe, warnings
+from areal_mega.controller.keeper import ReplicaKeeper
 from areal_mega.controller.recover import RecoverPoint
+from areal_mega.controller.replicas import Replica
 from areal_mega.controller.rollout import RolloutController
 from areal_mega.controller.run import Run
-from areal_mega.controller.servers import ServerKeeper, server_specs
 from areal_mega.controller.sync import WeightSync
 from areal_mega.controller.train import TrainController
 from areal_mega.core.errors import UserError
 from areal_mega.core.types import Prompt
 from areal_mega.data.stream import PromptStream
-from areal_mega.launch.commands import server_spec, worker_spec
+from areal_mega.launch.commands import worker_spec
 from areal_mega.launch.local import ProcessSpec
 from areal_mega.launch.machines import Launcher, Machines, ThisMachine
 from areal_mega.launch.rundir import Key, RunDir
@@ -34,12 +35,8 @@ from areal_mega.observe.observer import Observer
 from areal_mega.parallel.balance import CostModel
 from areal_mega.parallel.layout import RankLayout
 from areal_mega.parallel.strategy import ParallelStrategy, parse
-from areal_mega.rollout.engines import client_for
-from areal_mega.rollout.inference import Capabilities, InferenceServer
 from areal_mega.rollout.staleness import StalenessControl
 from areal_mega.rpc.client import RpcClient
-from areal_mega.rpc.wire import format_address
-from areal_mega.sync import GRACE_S
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +83,14 @@ class Cluster:
             self._launcher = launcher = await self.machines.launcher(run_dir, observer.note)
             clock = time.perf_counter()
             stack.push_async_callback(launcher.close)
-            urls, specs = await self._specs(run_dir)
+            replicas = [Replica(rank, self._recipe, self.machines, launcher, run_dir) for rank in range(self._rollout.dp)]
+            for replica in replicas:
+                stack.push_async_callback(replica.close)
+            specs = await self._specs(run_dir, replicas)
             await launcher.launch(specs)
-            run = await launcher.supervise(self._connect(stack, run_dir, urls, specs, stream, valid, observer, resumed))
+            run = await launcher.supervise(self._connect(stack, run_dir, replicas, stream, valid, observer, resumed))
             observer.note(f"{len(specs)} processes ready after {time.perf_counter() - clock:.0f} s; logs: {run_dir.path / 'logs'}")
-            self._listener = asyncio.create_task(_for_ever(run.rollout.listen(), run.servers.watch()))
+            self._listener = asyncio.create_task(_for_ever(run.rollout.listen(), run.replicas.watch()))
             stack.push_async_callback(_end, self._listener)
             stack.push_async_callback(run.recovery.close)
             yield run
@@ -111,67 +111,43 @@ class Cluster:
         finally:
             await _end(task)
 
-    async def _specs(self, run_dir: RunDir) -> tuple[list[str], list[ProcessSpec]]:
-        """Base URL of every inference server, and every process to start."""
+    async def _specs(self, run_dir: RunDir, replicas: Sequence[Replica]) -> list[ProcessSpec]:
+        """Every process to start now: those of all train ranks, and of the replicas whose machines are there."""
         recipe, device, machines = self._recipe, self._device, self.machines
-        model_path = run_dir.model_path(recipe)
-        specs, urls = [], []
-        for rank in range(self._train.world_size):
-            env = {"CUDA_VISIBLE_DEVICES": machines.devices(("train", rank))}
-            specs.append(worker_spec("train", rank, run_dir=run_dir, recipe=recipe, device=device, env=env))
-        ports = await machines.ports([("server", replica) for replica in range(self._rollout.dp)])
-        for replica in range(self._rollout.dp):
-            key = ("server", replica)
-            host, port = machines.host(key), ports[key]
-            specs.append(
-                server_spec(
-                    replica,
-                    recipe=recipe,
-                    strategy=self._rollout,
-                    model_path=model_path,
-                    host=host,
-                    port=port,
-                    device=device,
-                    env={"CUDA_VISIBLE_DEVICES": machines.devices(key)},
-                )
-            )
-            specs.append(worker_spec("rollout", replica, run_dir=run_dir, recipe=recipe, device=device))
-            urls.append(f"http://{format_address(host, port)}")
-        return urls, specs
+        specs = []
+        for key in self._train_keys:
+            env = {"CUDA_VISIBLE_DEVICES": machines.devices(key)}
+            specs.append(worker_spec("train", key[1], run_dir=run_dir, recipe=recipe, device=device, env=env))
+        here = [replica for replica in replicas if machines.is_here(replica.server_key)]
+        ports = await machines.ports([replica.server_key for replica in here])
+        for replica in here:
+            await replica.place(ports[replica.server_key])
+            specs += replica.begin()
+        return specs
 
-    def _keys(self, role: Literal["train", "rollout"]) -> list[Key]:
-        return [(role, rank) for rank in range(self._train.world_size if role == "train" else self._rollout.dp)]
+    @property
+    def _train_keys(self) -> list[Key]:
+        return [("train", rank) for rank in range(self._train.world_size)]
 
-    async def _meet(
-        self, stack: AsyncExitStack, run_dir: RunDir, urls: Sequence[str]
-    ) -> tuple[list[InferenceServer], dict[Key, RpcClient], list[Capabilities]]:
-        """Wait until everybody is there: clients of servers and of workers, and what the servers can do."""
-        recipe, deadline_s = self._recipe, self._recipe.launch.startup_timeout_s
+    async def _meet(self, stack: AsyncExitStack, run_dir: RunDir, replicas: Sequence[Replica]) -> list[RpcClient]:
+        """Wait until everybody is there, introduce rollout workers to their servers, and return clients of the train ranks."""
+        deadline_s = self._recipe.launch.startup_timeout_s
         assert self._launcher is not None
-        # These carry weights and no generation: a sync's own deadline, which names who is missing, comes first.
-        engine = self._rollout.engine
-        servers = [client_for(engine, url, timeout_s=recipe.sync.timeout_s + GRACE_S, retries=0) for url in urls]
-        for server in servers:
-            stack.push_async_callback(server.close)
         # Servers first: a rollout worker connects to a healthy one.
-        waits: list[Coroutine[Any, Any, Any]] = [server.wait_healthy(deadline_s) for server in servers]
-        found, *_ = await gather_all([self._launcher.wait_ready([*self._keys("train"), *self._keys("rollout")]), *waits])
-        clients = {key: RpcClient(found[key]["address"], run_dir.token, peer=f"{key[0]} rank {key[1]}") for key in found}
-        for client in clients.values():
+        waits: list[Coroutine[Any, Any, Any]] = [replica.meet_server(deadline_s) for replica in replicas]
+        ready = self._launcher.wait_ready([*self._train_keys, *(replica.worker_key for replica in replicas)])
+        found, *_ = await gather_all([ready, *waits])
+        clients = [RpcClient(found[key]["address"], run_dir.token, peer=f"{key[0]} rank {key[1]}") for key in self._train_keys]
+        for client in clients:
             stack.push_async_callback(client.close)
-        await gather_all(
-            clients[key].call("connect", base_url=url, deadline_s=deadline_s, timeout_s=deadline_s)
-            for key, url in zip(self._keys("rollout"), urls, strict=True)
-        )
-        capabilities = await gather_all(server.probe() for server in servers)
-        return servers, clients, capabilities
+        await gather_all(replica.meet_worker(deadline_s) for replica in replicas)
+        return clients
 
     async def _connect(
         self,
         stack: AsyncExitStack,
         run_dir: RunDir,
-        urls: Sequence[str],
-        specs: Sequence[ProcessSpec],
+        replicas: Sequence[Replica],
         stream: PromptStream,
         valid: Sequence[Prompt],
         observer: Observer,
@@ -179,38 +155,40 @@ class Cluster:
     ) -> Run:
         recipe = self._recipe
         assert self._launcher is not None
-        servers, clients, capabilities = await self._meet(stack, run_dir, urls)
+        there = [replica for replica in replicas if replica.started]
+        ranks = await self._meet(stack, run_dir, there)
+        capabilities = [replica.capabilities for replica in there]
         check_context(capabilities, recipe)
         for line in (describe(capabilities, recipe), *warnings(capabilities)):
             observer.note(line)
-        workers = [clients[key] for key in self._keys("rollout")]
-        train = TrainController([clients[key] for key in self._keys("train")], RankLayout(self._train), recipe, self._algorithm)
+        train = TrainController(ranks, RankLayout(self._train), recipe, self._algorithm)
         staleness = StalenessControl(
             recipe.train.batch_size,
             recipe.staleness.max_staleness,
             every=recipe.sync.every_steps,
             total=recipe.train.batch_size * recipe.run.steps,
         )
-        rollout = RolloutController(workers, stream, staleness, recipe, self._algorithm)
+        rollout = RolloutController({replica.rank: replica.worker for replica in there}, stream, staleness, recipe, self._algorithm)
         sync = WeightSync(
             train,
-            servers,
-            capabilities,
+            {replica.rank: replica.server for replica in there},
+            {replica.rank: replica.capabilities for replica in there},
             recipe,
             replica_size=self._rollout.replica_size,
             backend="nccl" if self._device == "cuda" else "gloo",
             folder=run_dir.path / "weights",
         )
-        keeper = ServerKeeper(
+        keeper = ReplicaKeeper(
             self._launcher,
-            server_specs(specs),
-            servers,
+            replicas,
             rollout,
             sync,
             restarts=recipe.launch.server_restarts,
             deadline_s=recipe.launch.startup_timeout_s,
             health_s=recipe.launch.server_health_timeout_s,
+            queue_s=recipe.launch.slurm.queue_timeout_s,
             say=observer.note,
+            show=run_dir.show_replicas,
         )
         return Run(
             recipe,
@@ -218,7 +196,7 @@ class Cluster:
             train=train,
             rollout=rollout,
             sync=sync,
-            servers=keeper,
+            replicas=keeper,
             observer=observer,
             valid=valid,
             cost=cost_model(self._hf_config),

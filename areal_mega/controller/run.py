@@ -13,11 +13,11 @@ from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
 from areal_mega.controller import exports
 from areal_mega.controller.batch import StepBatch, batch_metrics, bias_metrics, mean_reward, plan_step, score_metrics
+from areal_mega.controller.keeper import ReplicaKeeper
 from areal_mega.controller.recover import RecoverPoint, Recovery, Stopped, recover_folder
 from areal_mega.controller.rollout import ReadyBatch, RolloutController, RolloutFailed
-from areal_mega.controller.servers import ServerKeeper
 from areal_mega.controller.sync import WeightSync
-from areal_mega.controller.train import TrainController
+from areal_mega.controller.train import NotLoaded, TrainController
 from areal_mega.core import metrics as m
 from areal_mega.core import points
 from areal_mega.core.metrics import Metrics, merge
@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 
 TRAINED_FILE = "trained.jsonl"
 """In the run directory: the prompts (id and epoch) that each step was trained on."""
-_MOVED = ("late", "withdrawn", "refilled")
-"""Counts of groups that came too late to count, prompts that a dead server had, and prompts that the bound had generated again."""
+_MOVED = ("late", "withdrawn", "refilled", "lost_groups")
+"""Counts of groups that came too late to count, prompts that a dead server had, prompts that the bound had generated again, and groups
+that were lost with their worker."""
 _WARMUP_CALL = 25
 """Supervised steps per call: few enough that progress is seen, many enough that the calls cost nothing."""
 
@@ -55,7 +56,7 @@ class Run:
         train: TrainController,
         rollout: RolloutController,
         sync: WeightSync,
-        servers: ServerKeeper,
+        replicas: ReplicaKeeper,
         observer: Observer,
         valid: Sequence[Prompt],
         cost: CostModel,
@@ -63,7 +64,7 @@ class Run:
         resumed: RecoverPoint | None = None,
     ) -> None:
         self.recipe, self.algorithm = recipe, algorithm
-        self.train, self.rollout, self.sync, self.servers, self.observer = train, rollout, sync, servers, observer
+        self.train, self.rollout, self.sync, self.replicas, self.observer = train, rollout, sync, replicas, observer
         self._valid, self._cost, self._run_dir = valid, cost, run_dir
         self.version = 0
         self._steps_unsent = 0
@@ -121,14 +122,9 @@ class Run:
 
     async def train_step(self, step: int, ready: ReadyBatch) -> None:
         """Plan, train, and let the workers forget the batch. Steps count from 0 here and from 1 in what is logged."""
-        batch = self._plan(ready)
-        self._metrics.append(batch_metrics(ready.groups, batch, self.version, ready.ages, ready.stale_tokens))
-        if not any(batch.trained_tokens):
-            raise RolloutFailed(
-                f"step {step + 1}: none of the {len(batch.samples)} samples has a token to train on (stale or truncated); raise "
-                "staleness.max_staleness or rollout.max_new_tokens, or set algorithm.mask_truncated to false"
-            )
-        self._metrics.append(await self.train.step(batch, step=step, version=self.version))
+        while (trained := await self._train_on(ready, step)) is None:
+            ready = await self.rollout_batch(step)
+        self._metrics += trained
         self._steps_unsent += 1
         self._trained.write({"step": step + 1, "prompts": [[group.prompt.id, group.prompt.epoch] for group in ready.groups]})
         await points.reached("train.logged")
@@ -137,6 +133,26 @@ class Run:
             {"staleness/dropped_samples": m.total(ready.dropped_samples), "staleness/refilled_prompts": m.total(ready.refilled)}
         )
         self._metrics.append(bias_metrics(ready.bias))
+
+    async def _train_on(self, ready: ReadyBatch, step: int) -> list[Metrics] | None:
+        """The updates of one step, and what was measured; None where samples were lost with their worker before the ranks had them."""
+        batch = self._plan(ready)
+        if not any(batch.trained_tokens):
+            raise RolloutFailed(
+                f"step {step + 1}: none of the {len(batch.samples)} samples has a token to train on (stale or truncated); raise "
+                "staleness.max_staleness or rollout.max_new_tokens, or set algorithm.mask_truncated to false"
+            )
+        try:
+            measured = await self.train.step(batch, step=step, version=self.version)
+        except NotLoaded as error:
+            if not await self.rollout.is_torn(error.__cause__):
+                raise
+            lost = await self.rollout.give_back()
+            self.observer.note(
+                f"step {step + 1}: {lost} of {len(ready.groups)} groups were lost with their rollout worker; generated again"
+            )
+            return None
+        return [batch_metrics(ready.groups, batch, self.version, ready.ages, ready.stale_tokens), measured]
 
     async def sync_weights(self, step: int) -> None:
         """Send the new weights, where the schedule has it (always after the last step), and let more prompts start."""
@@ -219,15 +235,15 @@ class Run:
 
     async def _push_now(self) -> None:
         while True:
-            await self.servers.settled()
-            with self.servers.steady():
-                new = self.servers.admit()  # within: who died before is out, and who dies from here on ends the run
+            await self.replicas.settled()
+            with self.replicas.steady():
+                new = self.replicas.admit()  # within: who died before is out, and who dies from here on ends the run
                 if self.sync.members:
                     self._metrics.append(await self.sync.push(self.version))
                     break
-            await self.servers.revived()  # or the keeper gives the last one up, which ends the run
+            await self.replicas.revived()  # or the keeper gives the last one up, which ends the run
         self._steps_unsent = 0
-        await self.servers.resume(new, self.version)
+        await self.replicas.resume(new, self.version)
 
     async def _catch_up(self, step: int) -> None:
         """Weights to servers that were started again, at a moment when the trainer is idle.
@@ -241,7 +257,7 @@ class Run:
 
     async def _or_catch_up(self, arrival: Coroutine[Any, Any, None], step: int) -> None:
         """Await ``arrival``, or end that wait for a server that comes back: never beside it, for a batch is of one version."""
-        task, revived = asyncio.ensure_future(arrival), asyncio.ensure_future(self.servers.revived())
+        task, revived = asyncio.ensure_future(arrival), asyncio.ensure_future(self.replicas.revived())
         try:
             await asyncio.wait({task, revived}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -255,14 +271,14 @@ class Run:
     async def _through_restarts[T](self, work: Coroutine[Any, Any, T], step: int) -> T:
         """Await ``work``, an evaluation, which leaves the trainer idle; a server that comes back meanwhile gets its weights."""
         task = asyncio.ensure_future(work)
-        revived = asyncio.ensure_future(self.servers.revived())
+        revived = asyncio.ensure_future(self.replicas.revived())
         try:
             while True:
                 await asyncio.wait({task, revived}, return_when=asyncio.FIRST_COMPLETED)
                 if task.done():
                     return task.result()
                 await self._catch_up(step)
-                revived = asyncio.ensure_future(self.servers.revived())
+                revived = asyncio.ensure_future(self.replicas.revived())
         finally:
             for each in (task, revived):
                 each.cancel()

@@ -52,7 +52,7 @@ class WeightSync:
     can wait for ever.
 
     Args:
-        servers: clients of all inference replicas, in the order of their ranks.
+        servers: clients of the inference replicas that are there from the start, by rank.
         capabilities: of each server.
         replica_size: ranks of one replica.
         backend: ``gloo`` or ``nccl``.
@@ -62,18 +62,18 @@ class WeightSync:
     def __init__(
         self,
         train: TrainController,
-        servers: Sequence[InferenceServer],
-        capabilities: Sequence[Capabilities],
+        servers: Mapping[int, InferenceServer],
+        capabilities: Mapping[int, Capabilities],
         recipe: Recipe,
         *,
         replica_size: int,
         backend: str,
         folder: Path,
     ) -> None:
-        self._train, self._servers, self._capabilities, self._recipe = train, servers, capabilities, recipe
+        self._train, self._servers, self._capabilities, self._recipe = train, dict(servers), dict(capabilities), recipe
         self._section = recipe.sync
         self._replica_size, self._backend, self._folder = replica_size, backend, folder
-        self._members = list(range(len(servers)))
+        self._members = sorted(servers)
         self._plans: dict[int, tuple[WireSpec, ...]] = {}
         """What each sender sends, by its train rank."""
         self._groups: dict[int, str] = {}
@@ -101,8 +101,9 @@ class WeightSync:
         self._acknowledged.pop(rank, None)
         self._changed = True
 
-    def admit(self, rank: int) -> None:
+    def admit(self, rank: int, server: InferenceServer, able: Capabilities) -> None:
         """A server that is healthy takes part from the next push on; the group is formed anew before."""
+        self._servers[rank], self._capabilities[rank] = server, able
         self._members = sorted({*self._members, rank})
         self._changed = True
 
@@ -111,7 +112,7 @@ class WeightSync:
         # What an attempt left that was killed in mid-sync.
         if self._section.transport == "disk" and self._folder.exists():
             await asyncio.to_thread(shutil.rmtree, self._folder)
-        several = self._section.transport == "collective" and all(able.several_groups for able in self._capabilities)
+        several = self._section.transport == "collective" and all(able.several_groups for able in self._capabilities.values())
         answers = await self._train.call("sync_plan", several=several)
         self._plans = {rank: tuple(WireSpec(**spec) for spec in specs) for rank, specs in enumerate(answers) if specs}
         self._changed = True

@@ -11,10 +11,15 @@ from areal_mega.config.schema import Recipe
 from areal_mega.controller.batch import StepBatch, loss_scalars, work_order
 from areal_mega.controller.calls import gather_all
 from areal_mega.core import metrics as m
+from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.core.metrics import Metrics, merge
 from areal_mega.parallel.layout import RankLayout
 from areal_mega.rpc.client import RpcClient
 from areal_mega.rpc.wire import split_address
+
+
+class NotLoaded(RunFailed):
+    """The ranks could not fetch a batch. Nothing of them has changed: another one may be tried."""
 
 
 class TrainController:
@@ -49,10 +54,17 @@ class TrainController:
         )
 
     async def step(self, batch: StepBatch, *, step: int, version: int) -> Metrics:
-        """Fetch, log-probabilities, and every optimizer update of one train step (hops 5 and 6)."""
+        """Fetch, log-probabilities, and every optimizer update of one train step (hops 5 and 6).
+
+        Raises:
+            NotLoaded: the first failed; why is its cause.
+        """
         clock = time.perf_counter()
         orders = [work_order(batch, self.layout.coords(rank).dp, version) for rank in range(self.layout.world_size)]
-        await self.call_each("load", orders)
+        try:
+            await self.call_each("load", orders)
+        except (RunFailed, DeadlineExceeded) as error:
+            raise NotLoaded(str(error)) from error
         loaded = time.perf_counter()
         answers = await self.call("logprobs")
         kl_s: dict[int, float] = {}

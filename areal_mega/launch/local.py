@@ -135,6 +135,13 @@ class LocalLauncher:
         if key in self._pidfds.values():
             processes.send([self._children[key].pid], signal.SIGKILL)
 
+    async def reach(self, key: Key) -> None:
+        """This machine is there."""
+
+    async def absent(self) -> list[watching.Absent]:
+        """None: it is this machine."""
+        return []
+
     async def close(self) -> None:
         """``stop`` in a thread: it waits for processes to end, and connections still have to be closed meanwhile."""
         await asyncio.to_thread(self.stop)

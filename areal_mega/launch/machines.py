@@ -11,6 +11,7 @@ from areal_mega.config.schema import Recipe
 from areal_mega.launch.commands import visible_devices
 from areal_mega.launch.local import LocalLauncher, ProcessSpec
 from areal_mega.launch.rundir import Key, RunDir
+from areal_mega.launch.watching import Absent
 from areal_mega.parallel.placement import place
 from areal_mega.parallel.strategy import parse
 from areal_mega.rpc.wire import listen_socket
@@ -38,13 +39,22 @@ class Launcher(Protocol):
         """
 
     def survive(self, keys: Iterable[Key]) -> None:
-        """From now on the unexpected end of these (alone) does not end the run: ``losses`` tells of it."""
+        """From now on the unexpected end of these (alone) does not end the run: ``losses`` tells of it.
+
+        So too the loss of a machine with none but these on it, as ``MachineLost`` for each of them.
+        """
 
     def losses(self) -> list[tuple[Key, Exception]]:
         """Whom of those the run survives it has lost since the last call, and the error that it would have been. Does not wait."""
 
     async def kill(self, key: Key) -> None:
-        """End one process at once, as a death like any other: it is told of as such."""
+        """End one process at once, as a death like any other: it is told of as such. Nothing where it has ended, or its machine is gone."""
+
+    async def reach(self, key: Key) -> None:
+        """Wait, however long it takes, until the machine of a process is there."""
+
+    async def absent(self) -> list[Absent]:
+        """The machines that are not there."""
 
     async def close(self) -> None:
         """End everything."""
@@ -57,7 +67,10 @@ class Machines(Protocol):
         """``CUDA_VISIBLE_DEVICES`` of a process: its GPUs, by the names that its own machine's are known by there. Empty: none."""
 
     async def launcher(self, run_dir: RunDir, say: Callable[[str], None]) -> Launcher:
-        """For a new attempt. Waits for machines that are not there yet; ``say`` gets a line now and then while it does."""
+        """For a new attempt. Waits for machines without which it cannot begin; ``say`` gets a line now and then while it does."""
+
+    def is_here(self, key: Key) -> bool:
+        """Whether the machine of a process is there. Known once there is a launcher; where it is not, see ``Launcher.reach``."""
 
     def host(self, key: Key) -> str:
         """The address where a process listens. Known once there is a launcher."""
@@ -90,6 +103,9 @@ class ThisMachine:
 
     async def launcher(self, run_dir: RunDir, say: Callable[[str], None]) -> LocalLauncher:
         return LocalLauncher(run_dir, startup_timeout_s=self._launch.startup_timeout_s, shutdown_timeout_s=self._launch.shutdown_timeout_s)
+
+    def is_here(self, key: Key) -> bool:
+        return True
 
     def host(self, key: Key) -> str:
         return self._launch.host

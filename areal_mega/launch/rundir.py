@@ -4,6 +4,7 @@
       recipe.yaml                              resolved recipe
       model/                                   weights made at random, where the recipe asks for them
       lock                                     held (flock) by the controller while the run lives
+      replicas.json                            replicas that do not serve at the moment, and why
       logs/<role>-<rank>.log
       rendezvous/<attempt>/token               secret of the attempt, readable by the user alone
       rendezvous/<attempt>/<role>-<rank>.json  address and more, written by the process itself
@@ -22,7 +23,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from areal_mega.core.errors import DeadlineExceeded, UserError
 
 Key = tuple[str, int]
 """(role, rank)"""
+
+REPLICAS_FILE = "replicas.json"
+"""In the run directory: replicas that do not serve, and why."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=,+-]*")
 _ROLE = re.compile(r"[a-z][a-z0-9_]*")
@@ -142,6 +146,10 @@ class RunDir:
         assert not (clash := who.keys() & info.keys()), f"announce sets {sorted(clash)} itself"
         write_atomic(self.rendezvous / f"{_label(role, rank)}.json", json.dumps(who | info))
 
+    def forget(self, role: str, rank: int) -> None:
+        """Take back what a process announced that has ended: another one takes its place."""
+        (self.rendezvous / f"{_label(role, rank)}.json").unlink(missing_ok=True)
+
     def announced(self, keys: Iterable[Key]) -> dict[Key, dict[str, Any]]:
         """What those of ``keys`` that are there have announced: ``role``, ``rank``, ``address``, ``pid``, ``host`` and their own info."""
         there = set(os.listdir(self.rendezvous))
@@ -171,6 +179,10 @@ class RunDir:
         """What ``report_user_error`` left, if anything."""
         path = self.rendezvous / f"{_label(role, rank)}.user-error.json"
         return str(json.loads(path.read_text())["message"]) if path.exists() else None
+
+    def show_replicas(self, absent: Mapping[int, str]) -> None:
+        """Leave word, for whoever looks at the run, of the replicas that do not serve now, and why."""
+        write_atomic(self.path / REPLICAS_FILE, json.dumps({str(rank): why for rank, why in sorted(absent.items())}))
 
     def _fill(self, recipe: Recipe) -> None:
         (self.path / "logs").mkdir(exist_ok=True)

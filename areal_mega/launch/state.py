@@ -9,10 +9,12 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_mega.core.errors import DeadlineExceeded, UserError
+from areal_mega.launch.rundir import REPLICAS_FILE
 from areal_mega.launch.slurm.jobs import Slurm, TaskState
 
 _HOLDER = re.compile(r"pid (\d+) on (\S+)")
@@ -26,6 +28,7 @@ class RunState:
     tasks: Slurm's word on its array tasks; empty where Slurm did not start it, or has forgotten it.
     last: the newest line of metrics, if there is one.
     age_s: seconds since that line.
+    absent: replicas that do not serve now, and why, while the controller is alive.
     """
 
     path: Path
@@ -35,6 +38,7 @@ class RunState:
     tasks: tuple[TaskState, ...]
     last: dict[str, object] | None
     age_s: float | None
+    absent: Mapping[int, str]
 
 
 def look(path: Path) -> RunState:
@@ -45,7 +49,7 @@ def look(path: Path) -> RunState:
     tasks = tuple(_tasks(path))
     if not (path / "lock").is_file():
         if tasks:
-            return RunState(path, False, None, None, tasks, None, None)
+            return RunState(path, False, None, None, tasks, None, None, {})
         raise UserError(f"{path} is no run directory; give one, e.g. runs/quickstart")
     with (path / "lock").open() as file:
         holder = _HOLDER.search(file.read())
@@ -58,7 +62,9 @@ def look(path: Path) -> RunState:
     metrics = path / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.is_file() else []
     last = json.loads(lines[-1]) if lines else None
-    return RunState(path, alive, pid, host, tasks, last, time.time() - metrics.stat().st_mtime if lines else None)
+    word = path / REPLICAS_FILE
+    absent = {int(rank): why for rank, why in json.loads(word.read_text()).items()} if alive and word.is_file() else {}
+    return RunState(path, alive, pid, host, tasks, last, time.time() - metrics.stat().st_mtime if lines else None, absent)
 
 
 def stop(path: Path, timeout_s: float) -> str:

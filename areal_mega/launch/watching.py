@@ -8,10 +8,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from areal_mega.core.errors import DeadlineExceeded, UserError, WorkerDied
+from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError, WorkerDied
 from areal_mega.launch.rundir import Key, RunDir
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,23 @@ _POLL_S = 0.05
 _CLEANUP_S = 10.0
 """How long cancelled work may take to clean up (resume generation, close connections) before it is left to itself."""
 _TAIL_LINES, _TAIL_BYTES = 20, 16384
+
+
+class MachineLost(RunFailed):
+    """A machine of the run is gone, with the processes on it; it, or another in its place, may come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A machine that is not there.
+
+    Args:
+        what: which, who would be on it, and what the cluster says of it.
+        over: the cluster will not give it by itself.
+    """
+
+    what: str
+    over: bool
 
 
 async def wait_ready(

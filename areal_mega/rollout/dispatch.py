@@ -3,14 +3,16 @@
 A prompt is in exactly one place at any time:
 
     stream ──submissions──▶ flying ──finished──▶ ready ──take──▶ consumed
-      ▲                       │  ▲                 │
+      ▲                       │  ▲                 ▲                 │
       │                       │  └── retry ◀── failed, timed_out, withdrawn, replica_lost
+      │                       │                    └── give_back ◀───┤
       └── put back ◀──────────┼─────────────────── beyond the bound, replica_lost
                               └──▶ rejected, or poisoned after ``attempts`` failures
 
 Events: ``replica_joined``, ``replica_down``, ``withdrawn``, ``replica_up``, ``replica_lost``, ``finished``, ``rejected``, ``failed``,
-``timed_out``, ``version_changed``. Decisions: ``submissions`` (which prompts to start where), ``take`` (which groups to train on),
-``discarded`` (whose arrays to forget), ``overdue``, ``faulty`` (whose servers are broken).
+``timed_out``, ``version_changed``, ``give_back``. Decisions: ``submissions`` (which prompts to start where), ``take`` (which groups to
+train on), ``torn`` (whether what was taken is still whole), ``discarded`` (whose arrays to forget), ``overdue``, ``faulty`` (whose
+servers are broken).
 The rollout controller feeds it from the network; the simulator feeds it from a simulated clock.
 """
 
@@ -18,14 +20,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from areal_mega.algorithms.advantages import is_uniform
 from areal_mega.core.types import Group, Prompt
 from areal_mega.data.stream import PromptStream
-from areal_mega.rollout.flight import DispatchSettings, Flight, Key, ReadyBatch, Waiting, key_of
-from areal_mega.rollout.lengths import LengthBias, length_bin
+from areal_mega.rollout.flight import Batch, DispatchSettings, Flight, Key, ReadyBatch, Waiting, key_of
+from areal_mega.rollout.lengths import length_bin
 from areal_mega.rollout.progress import Progress, RolloutFailed
 from areal_mega.rollout.routing import Router
 from areal_mega.rollout.staleness import StalenessControl, apply_bound_to_groups, oldest_allowed
@@ -34,18 +35,6 @@ _FAULTS = 3
 """Attempts in a row that a replica's server failed, each with all its requests, until it is taken for broken."""
 
 __all__ = ["Dispatch", "DispatchSettings", "Flight", "ReadyBatch", "RolloutFailed"]
-
-
-@dataclass
-class _Batch:
-    """The batch that is being made: orders, groups as bounded and as taken, and what was measured."""
-
-    kept: list[tuple[int, Group, Group]] = field(default_factory=list)
-    ages: Counter[int] = field(default_factory=Counter)
-    stale_tokens: int = 0
-    dropped: int = 0
-    refilled: int = 0
-    bias: LengthBias = field(default_factory=LengthBias)
 
 
 class Dispatch:
@@ -74,7 +63,11 @@ class Dispatch:
         self.version = 0
         self._always = False
         self._wanted = 0
-        self._batch = _Batch()
+        self._batch = Batch()
+        self._lent: list[tuple[int, Group]] = []
+        """The batch that was taken last, as it was before the bound."""
+        self._torn: set[str] = set()
+        """Those of its groups whose replica was lost since, by id."""
         self._failures: dict[Key, int] = {}
         self._tickets = self._orders = 0
         self._progress = Progress(settings.batch_size)
@@ -109,14 +102,32 @@ class Dispatch:
         for flight in [f for f in self.flying.values() if f.replica == name]:
             del self.flying[flight.ticket]
             self.retry.append(Waiting(flight.prompt, flight.order, frozenset({name})))
-        gone = [(order, group) for order, group in self.ready if group.worker == name]
-        gone += [(order, taken) for order, _, taken in self._batch.kept if taken.worker == name]
+        self._torn |= {group.id for _, group in self._lent if group.worker == name}
+        kept = [(order, taken) for order, _, taken in self._batch.kept if taken.worker == name]
+        gone = [(order, group) for order, group in self.ready if group.worker == name] + kept
         self.ready = [(order, group) for order, group in self.ready if group.worker != name]
         self._batch.kept = [entry for entry in self._batch.kept if entry[2].worker != name]
+        self._wanted += len(kept)
         self.discarded = [group for group in self.discarded if group.worker != name]
-        self.staleness.on_discarded(len(gone))
-        self._stream.put_back(group.prompt for _, group in sorted(gone, key=lambda entry: entry[0]))
-        self.counts["lost_groups"] += len(gone)
+        self._lose(gone)
+
+    @property
+    def torn(self) -> bool:
+        """Of the batch that was taken last a replica was lost since: its arrays are gone, unless the trainer has them already."""
+        return bool(self._torn)
+
+    def give_back(self) -> int:
+        """The batch that was taken last will not be trained, because it is ``torn``: what is left of it is ready again.
+
+        Returns:
+            The number of groups whose prompts are to be generated again.
+        """
+        self.staleness.on_given_back(len(self._lent))
+        self.ready += [(order, group) for order, group in self._lent if group.id not in self._torn]
+        gone = [(order, group) for order, group in self._lent if group.id in self._torn]
+        self._lent, self._torn = [], set()
+        self._lose(gone)
+        return len(gone)
 
     def version_changed(self, version: int, *, scheduled: bool = True) -> None:
         """The servers have new weights: more groups may start, and no cached prefix is worth anything.
@@ -130,7 +141,7 @@ class Dispatch:
             # They were bounded at the old version: what is left of them is not what the new one leaves.
             self.ready += [(order, taken) for order, _, taken in self._batch.kept]
             self._wanted += len(self._batch.kept)
-            self._batch = _Batch()
+            self._batch = Batch()
         self.version = version
         self.router.forget_prefixes()
 
@@ -230,7 +241,8 @@ class Dispatch:
             self.ready.sort(key=lambda entry: entry[0])
             taken, self.ready = self.ready[:missing], self.ready[missing:]
             self._bound(batch, taken)
-        self._batch, self._wanted = _Batch(), 0
+        self._batch, self._wanted = Batch(), 0
+        self._lent, self._torn = [(order, taken) for order, _, taken in batch.kept], set()
         self.staleness.on_consumed(groups)
         return ReadyBatch(
             groups=tuple(kept for _, kept, _ in batch.kept),
@@ -339,6 +351,12 @@ class Dispatch:
         self._leave()
         return False
 
+    def _lose(self, gone: list[tuple[int, Group]]) -> None:
+        """Ready groups whose arrays went with their replica: their prompts come again, before fresh ones."""
+        self.staleness.on_discarded(len(gone))
+        self._stream.put_back(group.prompt for _, group in sorted(gone, key=lambda entry: entry[0]))
+        self.counts["lost_groups"] += len(gone)
+
     def _leave(self) -> None:
         self.staleness.on_rejected()
         self._progress.useless += 1
@@ -362,7 +380,7 @@ class Dispatch:
         """Its other members were dropped, and a group of one has no statistic: training on it would stop the run."""
         return self.settings.lone_is_useless and len({s.id.member for s in group.samples}) == 1
 
-    def _bound(self, batch: _Batch, taken: list[tuple[int, Group]]) -> None:
+    def _bound(self, batch: Batch, taken: list[tuple[int, Group]]) -> None:
         """Apply the strict bound to groups; those it leaves go into the batch, the prompts of the others back to the stream."""
         eta = self.staleness.max_staleness
         groups = [group for _, group in taken]

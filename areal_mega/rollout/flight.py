@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
@@ -83,6 +84,18 @@ class Waiting:
     prompt: Prompt
     order: int
     avoid: frozenset[str]
+
+
+@dataclass
+class Batch:
+    """The batch that is being made: orders, groups as bounded and as taken, and what was measured."""
+
+    kept: list[tuple[int, Group, Group]] = field(default_factory=list)
+    ages: Counter[int] = field(default_factory=Counter)
+    stale_tokens: int = 0
+    dropped: int = 0
+    refilled: int = 0
+    bias: LengthBias = field(default_factory=LengthBias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,11 @@ class StalenessControl:
         self._leave("ready", n)
         self.consumed += n
 
+    def on_given_back(self, n: int) -> None:
+        """Groups of a batch that was not trained after all are ready again."""
+        self._leave("consumed", n)
+        self.ready += n
+
     def unscheduled(self, versions: int) -> None:
         """So many of the versions to come end no interval of ``every`` steps (a server was given weights in between): they buy nothing."""
         self.start_version += versions
@@ -88,7 +93,7 @@ class StalenessControl:
         made = snapshot["consumed"] // (snapshot["batch_size"] * snapshot["every"])
         self.start_version = snapshot["start_version"] + made - self.consumed // (self.batch_size * self.every)
 
-    def _leave(self, state: Literal["running", "ready"], n: int) -> None:
+    def _leave(self, state: Literal["running", "ready", "consumed"], n: int) -> None:
         have = getattr(self, state)
         assert 0 <= n <= have, f"{n} groups cannot leave state {state}: it has {have}"
         setattr(self, state, have - n)

@@ -120,6 +120,11 @@ class FakeWorker:
         async with self._arrival:
             self._arrival.notify_all()
 
+    def evaluated(self, of: Prompt) -> None:
+        """For ``automatic``: evaluation prompts are answered at once, others never."""
+        if (of, "eval") in [(each, purpose) for each, _, purpose in self.submitted[-1:]]:
+            self._finished["eval"].append(result(of, purpose="eval", ticket=self.tickets[of.id, of.epoch]))
+
     async def wake(self) -> None:
         await self.deliver()
 
@@ -158,7 +163,7 @@ class World:
         self.staleness = StalenessControl(batch, eta, total=total)
         self.stream = PromptStream([dict(prompt(i).row) for i in range(rows)], seed=1, shuffle=False)
         algorithm = algorithm_of(self.recipe)
-        self.control = RolloutController(self.workers, self.stream, self.staleness, self.recipe, algorithm)  # type: ignore[arg-type]
+        self.control = RolloutController(dict(enumerate(self.workers)), self.stream, self.staleness, self.recipe, algorithm)  # type: ignore[arg-type]
         self.batch, self.eta, self.overlapped, self.version = batch, eta, overlapped, 0
 
     async def __aenter__(self) -> World:
@@ -171,6 +176,12 @@ class World:
     async def __aexit__(self, *exc: object) -> None:
         self.listener.cancel()
         await asyncio.gather(self.listener, return_exceptions=True)
+
+    def add(self, worker: FakeWorker) -> FakeWorker:
+        """Another worker, for the controller to be told of."""
+        worker.version = self.version
+        self.workers.append(worker)
+        return worker
 
     async def advance(self) -> None:
         """The weights of a further version reach every server."""

@@ -102,7 +102,7 @@ async def control(monkeypatch: pytest.MonkeyPatch, *, timeout_s: float = 60.0, *
         await worker.start()
         worker.use(DigitEngine())
         stream = PromptStream(ROWS, seed=1, shuffle=False)
-        made = RolloutController([LocalClient(worker)], stream, StalenessControl(2, 1), recipe, algorithm_of(recipe))  # type: ignore[list-item]
+        made = RolloutController({0: LocalClient(worker)}, stream, StalenessControl(2, 1), recipe, algorithm_of(recipe))  # type: ignore[dict-item]
         await made.generate_always()
         yield made
     finally:

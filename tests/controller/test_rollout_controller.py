@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_workers import World, result, settle
+from fake_workers import FakeWorker, World, result, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_samples import group, keys_of, prompt
 
 from areal_mega.controller.rollout import ReadyBatch, RolloutFailed
 from areal_mega.core.errors import DeadlineExceeded, UserError
+from areal_mega.rpc.client import PeerUnreachable, RpcError
 
 
 def prompt_ids(ready: ReadyBatch) -> list[str]:
@@ -455,7 +456,7 @@ async def test_a_mistake_that_a_worker_finds_ends_the_listener() -> None:
 async def test_evaluation_gives_one_result_per_prompt_and_touches_no_count() -> None:
     async with World(workers=2, batch=1, eta=0) as world:
         for worker in world.workers:
-            worker.automatic = lambda p, w=worker: w._finished["eval"].append(result(p, purpose="eval")) if p.id[1] == "e" else None
+            worker.automatic = lambda p, w=worker: w.evaluated(p)
         asked = [prompt(f"e{i}") for i in range(5)]
         results = await world.control.evaluate(asked)
         assert Counter(r.prompt.id for r in results) == Counter(p.id for p in asked)
@@ -578,7 +579,7 @@ async def test_with_no_server_prompts_wait_and_the_deadline_says_so() -> None:
 
 async def test_a_prompt_on_its_way_to_a_server_that_goes_is_not_lost() -> None:
     async with World(workers=2, batch=2, eta=0, overlapped=False) as world:
-        gate = world.control._submitting[world.workers[0].address]
+        gate = world.control._workers[0].submitting
         await gate.acquire()
         wanted = asyncio.create_task(batch_of(world))
         await settle()  # one prompt waits for the gate
@@ -601,11 +602,113 @@ async def test_evaluation_goes_elsewhere_when_a_server_is_given_up() -> None:
         first.withdraw = withdraw  # type: ignore[method-assign]
         evaluation = asyncio.create_task(world.control.evaluate([prompt(i) for i in range(3)]))  # p0 and p2 to the first
         await settle()
-        await first.deliver(result(prompt(2), "rejected", purpose="eval", ticket=first.tickets["p2", 0]))
         await second.deliver(result(prompt(1), "rejected", purpose="eval", ticket=second.tickets["p1", 0]))
         await world.control.suspend(0, deadline_s=5.0, for_good=True)
-        await first.wake()
+        await first.deliver(result(prompt(2), "rejected", purpose="eval", ticket=first.tickets["p2", 0]))
         await settle()
         await second.deliver(result(prompt(0), "rejected", purpose="eval", ticket=second.tickets["p0", 0]))
         results = await asyncio.wait_for(evaluation, 60)
         assert sorted(each.prompt.id for each in results) == ["p0", "p1", "p2"]
+
+
+# --- workers that are lost, and others in their place
+
+
+async def test_a_lost_worker_takes_its_groups_along_and_another_one_gets_prompts() -> None:
+    async with World(workers=2, batch=4, eta=0) as world:
+        first, second = world.workers
+        await first.finish()  # p0 is ready, p2 runs
+        await settle()
+        first.fault = unreachable(first)
+        await first.wake()  # its listener meets it before anybody knows
+        await settle()
+        assert not world.listener.done()
+        world.control.lose(0)
+        assert not world.control.has(0)
+        await world.control.pump()
+        await settle()
+        assert sorted(each.id for each, _, _ in second.running) == ["p0", "p1", "p2", "p3"]
+        assert world.control.counts["lost_groups"] == 1 and world.control.counts["failed"] == 0
+        third = world.add(FakeWorker(2))
+        await world.control.join(0, third)  # type: ignore[arg-type]
+        for _ in range(4):
+            await second.finish()
+        assert sorted(prompt_ids(await batch_of(world))) == ["p0", "p1", "p2", "p3"]
+        await world.advance()
+        assert [len(worker.running) for worker in (second, third)] == [2, 2]
+        for worker in (second, third):
+            await worker.finish()
+            await worker.finish()
+        assert len((await batch_of(world)).groups) == 4, "the new one is listened to"
+
+
+def unreachable(worker: FakeWorker) -> PeerUnreachable:
+    return PeerUnreachable(peer=worker.peer, address=worker.address, method="m", reason="gone")
+
+
+async def test_a_worker_that_cannot_be_reached_and_is_not_dead_ends_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_mega.controller.workers.NEWS_S", 0.1)
+    async with World() as world:
+        world.workers[0].fault = unreachable(world.workers[0])
+        await world.workers[0].wake()
+        with pytest.raises(PeerUnreachable):
+            await asyncio.wait_for(world.listener, 20)
+
+
+async def test_a_batch_that_lost_a_worker_before_it_was_fetched_is_made_anew() -> None:
+    async with World(workers=2, batch=2, eta=0) as world:
+        first, second = world.workers
+        await first.finish()
+        await second.finish()
+        ready = await batch_of(world)
+        assert prompt_ids(ready) == ["p0", "p1"]
+        assert not await world.control.is_torn(RpcError(peer="p", method="load", kind="AssertionError", message="m"))
+        torn = asyncio.create_task(world.control.is_torn(unreachable(first)))
+        await settle()
+        assert not torn.done(), "the news may come after the failure"
+        world.control.lose(0)
+        assert await asyncio.wait_for(torn, 20)
+        assert await world.control.give_back() == 1
+        await settle()
+        assert [each.id for each, _, _ in second.running] == ["p0"]
+        await second.finish()
+        again = await batch_of(world)
+        assert prompt_ids(again) == ["p1", "p0"], "the one that is left, and the one that is made again"
+        await world.control.release(again.taken)
+        assert second.held == set()
+
+
+async def test_evaluation_goes_on_where_a_worker_is_left_and_waits_where_none_is() -> None:
+    async with World(workers=2, batch=1, eta=0) as world:
+        first, second = world.workers
+        first.automatic = lambda p: first.evaluated(p) if p.id == "pe0" else None
+        second.automatic = second.evaluated
+        asked = [prompt(f"e{i}") for i in range(4)]
+        evaluation = asyncio.create_task(world.control.evaluate(asked))
+        await settle()
+        await first.wake()
+        await settle()
+        assert not evaluation.done()
+        world.control.lose(0)
+        results = await asyncio.wait_for(evaluation, 20)
+        assert Counter(r.prompt.id for r in results) == Counter(p.id for p in asked)
+        assert [p.id for p, _, purpose in second.submitted if purpose == "eval"] == ["pe1", "pe3", "pe2"]
+        world.control.lose(1)
+        evaluation = asyncio.create_task(world.control.evaluate(asked))
+        await asyncio.sleep(0.1)
+        assert not evaluation.done()
+        third = world.add(FakeWorker(2))
+        third.automatic = third.evaluated
+        await world.control.join(1, third)  # type: ignore[arg-type]
+        assert len(await asyncio.wait_for(evaluation, 20)) == 4
+
+
+async def test_with_nobody_there_nothing_is_late() -> None:
+    async with World(workers=1, batch=1, eta=0, timeout_s=0.1) as world:
+        world.control.lose(0)
+        wanted = asyncio.create_task(batch_of(world))
+        await asyncio.sleep(0.5)
+        assert not wanted.done()
+        await world.control.join(0, world.add(FakeWorker(1)))  # type: ignore[arg-type]
+        with pytest.raises(DeadlineExceeded):
+            await wanted

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from fake_workers import World, settle
 
 from areal_mega.algorithms.registry import algorithm_of
 from areal_mega.controller.recover import RecoverPoint
 from areal_mega.controller.run import Run
+from areal_mega.controller.train import NotLoaded
 from areal_mega.core import metrics as m
 from areal_mega.parallel.balance import CostModel
+from areal_mega.parallel.layout import RankLayout
+from areal_mega.parallel.strategy import parse
+from areal_mega.rpc.client import PeerUnreachable, RpcError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,10 +93,10 @@ class Log:
 
 
 class Cast:
-    def __init__(self, world: World, folder: Path, resumed: Any = None) -> None:
+    def __init__(self, world: World, folder: Path, resumed: Any = None, train: Any = None) -> None:
         self.sync, self.log = Sync(), Log()
         self.keeper = Keeper(self.sync)
-        parts: Any = {"train": Trainer(), "sync": self.sync, "servers": self.keeper, "observer": self.log, "resumed": resumed}
+        parts: Any = {"train": train or Trainer(), "sync": self.sync, "replicas": self.keeper, "observer": self.log, "resumed": resumed}
         self.run = Run(
             world.recipe,
             algorithm_of(world.recipe),
@@ -149,3 +155,53 @@ async def test_the_first_step_after_a_resume_is_measured_alone(tmp_path: Path) -
         assert line["rollout/late"] == line["rollout/withdrawn"] == line["rollout/refilled"] == 0
         assert not any("is poisoned" in note for note in cast.log.notes), "it was said before the resume"
         assert any("weights of version 4 sent" in note for note in cast.log.notes)
+
+
+class Fetching(Trainer):
+    """Ranks that find a worker gone when they fetch their first batch."""
+
+    layout = RankLayout(parse("megatron:d1"))
+
+    def __init__(self, world: World) -> None:
+        self.world, self.tried = world, 0
+
+    async def step(self, batch: Any, *, step: int, version: int) -> dict[str, Any]:
+        self.tried += 1
+        if self.tried == 1:
+            gone = self.world.workers[0]
+            asyncio.get_running_loop().call_later(0.05, self.world.control.lose, 0)
+            error = PeerUnreachable(peer="rollout worker", address=gone.address, method="fetch", reason="connection refused")
+            raise NotLoaded(str(error)) from RpcError(peer="train rank 0", method="load", kind="PeerUnreachable", message=str(error))
+        if self.tried == 3:
+            raise NotLoaded("broken") from RpcError(peer="train rank 0", method="load", kind="AssertionError", message="broken")
+        return {}
+
+
+async def test_a_batch_whose_worker_is_lost_before_it_was_fetched_is_not_trained_and_another_one_is(tmp_path: Path) -> None:
+    async with World(workers=2, batch=2, eta=1) as world:
+        train = Fetching(world)
+        cast = Cast(world, tmp_path, train=train)
+        for worker in world.workers:
+            await worker.finish()
+        ready = await cast.run.rollout_batch(0)
+        training = asyncio.create_task(cast.run.train_step(0, ready))
+        async with asyncio.timeout(20):
+            while not world.control.counts["lost_groups"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await settle()
+        while not training.done():
+            if world.workers[1].running:
+                await world.workers[1].finish()
+            await settle()
+            await asyncio.sleep(0.01)
+        await training
+        assert cast.log.notes == ["step 1: 1 of 2 groups were lost with their rollout worker; generated again"]
+        [line] = map(json.loads, (tmp_path / "trained.jsonl").read_text().splitlines())
+        assert len(line["prompts"]) == 2 and train.tried == 2 and world.staleness.consumed == 2
+        assert ready.groups[0].prompt.id == "p0", "it was in the batch that was given up, and is generated again"
+        # What went wrong otherwise is what it was.
+        while world.workers[1].running:
+            await world.workers[1].finish()
+        await settle()
+        with pytest.raises(NotLoaded, match="broken"):
+            await cast.run.train_step(1, await cast.run.rollout_batch(1))

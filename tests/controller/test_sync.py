@@ -170,7 +170,8 @@ class Cast:
         )  # fmt: skip
         self.folder = folder / "weights"
         self.sync = WeightSync(
-            train, self.servers, [capabilities] * 2, whole, replica_size=replica_size, backend="gloo", folder=self.folder  # type: ignore[arg-type]
+            train, dict(enumerate(self.servers)), dict.fromkeys(range(2), capabilities), whole,  # type: ignore[arg-type]
+            replica_size=replica_size, backend="gloo", folder=self.folder,
         )  # fmt: skip
 
     async def connect(self) -> None:
@@ -183,6 +184,9 @@ class Cast:
             await self.connect()
             self.events.clear()
             return results(await self.sync.push(version))
+
+    def admit(self, rank: int) -> None:
+        self.sync.admit(rank, self.servers[rank], self.sync._capabilities[rank])  # type: ignore[arg-type]
 
     def of(self, name: str) -> list[str]:
         return [method for who, method in self.events if who == name]
@@ -267,7 +271,7 @@ async def test_servers_that_prove_what_they_hold_get_what_has_changed(tmp_path: 
     # A server that was started again holds nobody knows what; the train ranks must not compare with anything.
     cast.sync.lose(1)
     assert await sent(3) == (2, [["d"]])
-    cast.sync.admit(1)
+    cast.admit(1)
     cast.ranks[0].changed = None
     assert await sent(4) == (None, everything)
 
@@ -445,7 +449,7 @@ async def test_a_lost_server_is_left_out_and_let_in_again(tmp_path: Path) -> Non
     assert cast.of("server rank 1")[:4] == ["destroy_group"] * 2 + ["init_group"] * 2 and "sync_leave" in cast.of("train rank 0")
     [*_, join] = cast.servers[1].arguments["init_group"]
     assert (join["rank_offset"], join["world_size"]) == (1, 3)
-    cast.sync.admit(0)
+    cast.admit(0)
     cast.events.clear()
     await cast.sync.push(2)
     assert [server.version for server in cast.servers] == [2, 2]
@@ -465,7 +469,7 @@ async def test_all_servers_may_be_lost_and_come_back(tmp_path: Path) -> None:
     for rank in (0, 1):
         cast.sync.lose(rank)
     assert cast.sync.members == ()
-    cast.sync.admit(1)
+    cast.admit(1)
     cast.events.clear()
     await cast.sync.push(1)
     assert cast.of("server rank 0") == [] and "destroy_group" not in cast.of("server rank 1") and cast.servers[1].version == 1

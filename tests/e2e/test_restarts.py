@@ -1,4 +1,4 @@
-"""An inference server is killed in the middle of a run: it is started again, with the current weights, and nothing is lost."""
+"""An inference server or a rollout worker is killed in the middle of a run: it is started again, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from programs import started
 
+from areal_mega.config.loader import load_recipe
 from areal_mega.core.points import ENV
+from areal_mega.data.registry import load_rows
+from areal_mega.data.stream import PromptStream
 
 
 @pytest.mark.slow
@@ -44,6 +48,37 @@ def test_a_killed_server_comes_back_with_the_current_weights(tmp_path: Path, ser
     assert records[-1]["metrics"]["rollout/failed"] == 0 and records[-1]["metrics"]["rollout/retried"] == 0
     held = re.findall(r"version \d+, digest \w+: (\d+) servers hold it", run.log("controller"))
     assert held[0] == held[-1] == str(servers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("replicas", "point"), [(1, "rollout.batch"), (2, "train.loaded")])
+def test_a_killed_worker_loses_what_it_held_and_no_prompt(tmp_path: Path, replicas: int, point: str) -> None:
+    """With one replica the run waits for its worker, and makes a batch anew that nobody had fetched; with two the other goes on."""
+    steps = 24
+    changes = {"run": {"steps": steps}, "rollout": {"strategy": f"embedded:d{replicas}"}, "eval": {"at_start": False, "every_steps": steps}}
+    with started(tmp_path, changes, **{ENV: str(tmp_path)}) as running:
+        running.until_step(4)
+        running.hold(point, tmp_path, lambda: os.kill(running.worker("rollout"), signal.SIGKILL))
+        run = running.finish()
+        running.until_gone(10.0)
+    assert run.code == 0, run.explain()
+    assert re.search(r"rollout rank 0 died: killed by SIGKILL; .* it is started again \(1 of 2\)", run.out), run.explain()
+    if replicas == 1:
+        assert re.search(r"rollout rank 0 is back; its server has weights of version \d+", run.out), run.explain()
+        assert re.search(r"step \d+: 4 of 4 groups were lost with their rollout worker; generated again", run.out), run.explain()
+    assert [record["step"] for record in run.steps] == list(range(steps + 1))
+    assert run.metrics[-1]["rollout/failed"] == 0
+    assert len(list((run.run_dir / "rendezvous").iterdir())) == 1, "one attempt"
+    trained = [json.loads(line)["prompts"] for line in (run.run_dir / "trained.jsonl").read_text().splitlines()]
+    assert Counter((id_, epoch) for prompts in trained for id_, epoch in prompts) == undisturbed(tmp_path, steps)
+
+
+def undisturbed(root: Path, steps: int) -> Counter[tuple[str, int]]:
+    """The prompts of a run that nothing happens to: the first ones of its stream."""
+    recipe = load_recipe(root / "recipe.yaml")
+    stream = PromptStream(load_rows(recipe.data.train), seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+    return Counter((prompt.id, prompt.epoch) for prompt in stream.next(steps * recipe.train.batch_size))
 
 
 @pytest.mark.slow

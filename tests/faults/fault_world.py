@@ -20,8 +20,8 @@ from fault_proxy import FaultProxy
 from areal_mega.algorithms.registry import algorithm_of
 from areal_mega.config.schema import Recipe
 from areal_mega.controller.calls import gather_all
+from areal_mega.controller.keeper import ReplicaKeeper
 from areal_mega.controller.rollout import ReadyBatch, RolloutController
-from areal_mega.controller.servers import ServerKeeper
 from areal_mega.controller.sync import WeightSync
 from areal_mega.controller.train import TrainController
 from areal_mega.data.stream import PromptStream
@@ -96,12 +96,30 @@ class FolderOfWeights:
         return {"version": version, "digests": self._digests, "nbytes": 1, "saved_bytes": 0, **times}
 
 
+class Replica:
+    """A server in its process, and a worker in this one, which does not die: a replica as its keeper sees it."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.rank, self._world = rank, world
+        self.server_key, self.worker_key = ("server", rank), ("rollout", rank)
+        self.server, self.capabilities, self.started = world.servers[rank], world._able[rank], True
+
+    def lost(self, part: str) -> None:
+        assert part == "server"
+
+    async def start(self) -> None:
+        await self._world.launcher.launch([self._world.specs[self.rank]])
+
+    async def meet_server(self, deadline_s: float) -> None:
+        await self.server.wait_healthy(deadline_s)
+
+
 @dataclass
 class Run:
     """The controller's objects of one run."""
 
     rollout: RolloutController
-    keeper: ServerKeeper
+    keeper: ReplicaKeeper
     sync: WeightSync
     launcher: LocalLauncher
     version: int
@@ -193,7 +211,7 @@ class World:
         trainer: Any = Direct(FolderOfWeights(self._model), "127.0.0.1:9", "train rank 0")
         self._algorithm = algorithm_of(self.recipe)
         self._train = TrainController([trainer], RankLayout(parse("megatron:d1")), self.recipe, self._algorithm)
-        self._able: list[Capabilities] = [await server.probe() for server in self.servers]
+        self._able: dict[int, Capabilities] = {rank: await server.probe() for rank, server in enumerate(self.servers)}
 
     async def close(self) -> None:
         for worker in self.workers:
@@ -211,21 +229,29 @@ class World:
         self._version += 1
         rows = [{"id": f"v{self._version}-{i}", "prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(100)]
         rollout = RolloutController(
-            self.clients, PromptStream(rows, seed=1, shuffle=False), StalenessControl(BATCH, 1), self.recipe, self._algorithm
+            dict(enumerate(self.clients)),
+            PromptStream(rows, seed=1, shuffle=False),
+            StalenessControl(BATCH, 1),
+            self.recipe,
+            self._algorithm,
         )
         folder = self.run_dir.path / "weights"
-        sync = WeightSync(self._train, self.servers, self._able, self.recipe, replica_size=1, backend="gloo", folder=folder)
+        sync = WeightSync(
+            self._train, dict(enumerate(self.servers)), self._able, self.recipe, replica_size=1, backend="gloo", folder=folder
+        )
         said: list[str] = []
-        keeper = ServerKeeper(
+        replicas: Any = [Replica(self, rank) for rank in range(2)]
+        keeper = ReplicaKeeper(
             self.launcher,
-            self.specs,
-            self.servers,
+            replicas,
             rollout,
             sync,
             restarts=restarts,
             deadline_s=START_S,
             health_s=health_s,
+            queue_s=60.0,
             say=said.append,
+            show=lambda states: None,
         )
         run = Run(rollout, keeper, sync, self.launcher, self._version, said)
         run.listen()

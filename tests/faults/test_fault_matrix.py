@@ -171,7 +171,7 @@ async def test_with_no_restart_left_the_run_goes_on_with_the_other(world: World)
         await world.proxy.arm("dies", "decode")
         ready = await run.batch()
         assert sorted(group.prompt.id for group in ready.groups) == prompts(run)
-        assert "all 1 restarts are used: the run goes on with 1 of 2 servers" in run.said[0]
+        assert "all 1 restarts are used: the run goes on with 1 of 2 replicas" in run.said[0]
         run.version += 1
         await run.beside(run.push())
         ready = await run.batch()

@@ -13,10 +13,12 @@ from launch_children import READY, SLEEP, spec
 from areal_mega.config.schema import Recipe
 from areal_mega.core.errors import RunFailed, UserError, WorkerDied
 from areal_mega.launch.rundir import RunDir
-from areal_mega.launch.slurm import remote
+from areal_mega.launch.slurm import agent, gathering, remote
 from areal_mega.launch.slurm.agent import Agent
+from areal_mega.launch.slurm.jobs import TaskState
 from areal_mega.launch.slurm.meeting import ArrayTask, Meeting
 from areal_mega.launch.slurm.script import plan_of
+from areal_mega.launch.watching import Absent, MachineLost
 
 TRAIN, SERVER = ("train", 0), ("server", 0)
 
@@ -33,11 +35,12 @@ class World:
             }
         )
         self.run_dir = RunDir.create(self.recipe)
-        self.tasks = remote.Tasks(self.recipe, plan_of(self.recipe), Meeting(self.recipe, "77"))
+        self.tasks = gathering.Tasks(self.recipe, plan_of(self.recipe), Meeting(self.recipe, "77"))
         self.serving: dict[int, asyncio.Task[None]] = {}
+        self.agents: dict[int, Agent] = {}
 
-    def agent(self, task: int, token: str = "secret") -> None:
-        agent = Agent(self.recipe, ArrayTask("77", task, f"77_{task}"), "127.0.0.1", token)
+    def agent(self, task: int, token: str = "secret", job: str = "") -> None:
+        agent = self.agents[task] = Agent(self.recipe, ArrayTask("77", task, job or f"77_{task}"), "127.0.0.1", token)
         self.serving[task] = asyncio.create_task(agent.serve())
 
     async def end(self, task: int) -> None:
@@ -48,7 +51,7 @@ class World:
     async def launcher(self) -> remote.RemoteLauncher:
         said: list[str] = []
         async with asyncio.timeout(30):
-            await self.tasks.gather(range(2), said.append)
+            await self.tasks.gather(range(2), (), said.append)
         launcher = remote.RemoteLauncher(self.run_dir, self.tasks, startup_timeout_s=60.0)
         await launcher.begin()
         return launcher
@@ -137,3 +140,119 @@ async def test_a_stranger_at_an_agents_address_is_a_lost_task(world: World) -> N
     with pytest.raises(RunFailed, match=r"task 1 \(inference replica 0\) is lost: .*wrong token"):
         await run(launcher)
     await launcher.close()
+
+
+# --- tasks whose end the run survives
+
+
+WORKER = ("rollout", 0)
+
+
+async def lost(launcher: remote.RemoteLauncher) -> list[tuple[Any, Exception]]:
+    """What the launcher tells of, once it does."""
+    async with asyncio.timeout(30):
+        while not (losses := launcher.losses()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return losses
+
+
+async def test_a_rollout_task_that_is_lost_and_starts_again_is_reached_in_the_same_attempt(world: World) -> None:
+    launcher = await world.launcher()
+    launcher.survive([SERVER, WORKER])
+    await launcher.launch([spec(SLEEP, *TRAIN), spec(SLEEP, *SERVER)])
+    assert await launcher.absent() == []
+    before = world.tasks.presence(1)
+    await world.end(1)
+    losses = await lost(launcher)
+    assert [key for key, _ in losses] == [SERVER, WORKER]
+    assert all(isinstance(error, MachineLost) and "task 1 (inference replica 0) is lost" in str(error) for _, error in losses)
+    [absent] = await launcher.absent()
+    assert absent == Absent("task 1 (inference replica 0): not seen in the queue", over=False)
+    reached = asyncio.create_task(launcher.reach(SERVER))
+    await asyncio.sleep(0.2)
+    assert not reached.done()
+    await launcher.kill(SERVER)  # nothing to be done, and no error
+    with pytest.raises(MachineLost):
+        await launcher.launch([spec(SLEEP, *SERVER)])
+    world.agent(1, token="another")
+    await asyncio.wait_for(reached, 30)
+    assert world.tasks.presence(1).incarnation != before.incarnation
+    await launcher.launch([spec(READY, *SERVER, world.run_dir)])
+    async with asyncio.timeout(60):
+        await launcher.wait_ready([SERVER])
+    assert launcher.losses() == []
+    await launcher.close()
+
+
+async def test_a_task_that_says_that_it_leaves_is_lost_at_once_and_not_taken_for_one_that_is_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "_LAST_WORDS_S", 2.0)
+    launcher = await world.launcher()
+    launcher.survive([SERVER, WORKER])
+    await launcher.launch([spec(SLEEP, *SERVER)])
+    world.agents[1]._on_term()
+    losses = await lost(launcher)
+    assert "task 1 was told to end" in str(losses[0][1]) and len(losses) == 2
+    assert not world.serving[1].done() and not await world.tasks.find(1), "it still answers, and is not here"
+    await launcher.close()
+
+
+async def test_the_end_of_a_task_with_one_process_that_matters_ends_the_attempt(world: World) -> None:
+    launcher = await world.launcher()
+    launcher.survive([WORKER])  # as while weights are under way
+    await launcher.launch([spec(SLEEP, *SERVER)])
+    world.agents[1]._on_term()
+    with pytest.raises(RunFailed, match="task 1 was told to end"):
+        await run(launcher)
+    await launcher.close()
+
+
+async def test_a_run_begins_without_a_rollout_task_that_is_late(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "_MOMENT_S", 0.5)
+    whole = world.recipe.model_copy(update={"rollout": world.recipe.rollout.model_copy(update={"strategy": "sglang:d2"})})
+    tasks = gathering.Tasks(whole, plan_of(whole), Meeting(whole, "77"))
+    said: list[str] = []
+    async with asyncio.timeout(30):
+        await tasks.gather(range(1), range(1, 3), said.append)
+    assert said == ["beginning without task 2 (inference replica 1): not seen in the queue; it joins when it is there"]
+    assert tasks.here == [0, 1]
+    launcher = remote.RemoteLauncher(world.run_dir, tasks, startup_timeout_s=60.0)
+    await launcher.begin()
+    await asyncio.wait_for(launcher.reach(SERVER), 30)
+    late = asyncio.create_task(launcher.reach(("server", 1)))
+    await asyncio.sleep(0.2)
+    assert not late.done()
+    world.agent(2)
+    await asyncio.wait_for(late, 30)
+    assert (await launcher.ports([("server", 1)]))["server", 1] > 0
+    await launcher.close()
+    await tasks.leave("")
+
+
+def state(task: str, name: str) -> TaskState:
+    job, _, index = task.partition("_")
+    return TaskState(job, int(index), name, "", "")
+
+
+async def test_slurms_word_is_kept_apart_by_task_also_where_one_was_submitted_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with asyncio.timeout(30):
+        await world.tasks.gather(range(2), (), print)
+    await world.end(1)
+    world.agent(1, token="another", job="90_1")
+    async with asyncio.timeout(30):
+        while world.tasks._meeting.present()[1].job != "90_1":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    asked: list[Any] = []
+
+    def found(jobs: Any, *, fresh: bool = False) -> list[TaskState]:
+        asked.append(jobs)
+        return [state("77_0", "RUNNING"), state("77_1", "CANCELLED"), state("90_1", "RUNNING")]
+
+    monkeypatch.setattr(world.tasks._slurm, "tasks", found)
+    states = await world.tasks.states()
+    assert asked == [("77", "90")] and {task: f"{each.job} {each.state}" for task, each in states.items()} == {
+        0: "77 RUNNING",
+        1: "90 RUNNING",
+    }
+    assert world.tasks.job(1) == "90_1" and world.tasks.job(2) is None

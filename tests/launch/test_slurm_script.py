@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from areal_mega.config.checks import check_recipe
 from areal_mega.config.loader import load_recipe
 from areal_mega.config.schema import Recipe
-from areal_mega.core.errors import UserError
+from areal_mega.core.errors import RunFailed, UserError
 from areal_mega.launch.slurm import jobs
 from areal_mega.launch.slurm.meeting import ArrayTask, Meeting, Presence
 from areal_mega.launch.slurm.script import render
+from areal_mega.launch.slurm.task import check_array, requeue_all
 from areal_mega.launch.slurm.tasks import plan_tasks
 from areal_mega.parallel.strategy import parse
 
@@ -149,9 +151,9 @@ def test_a_meeting_belongs_to_one_submission(tmp_path: Path) -> None:
     (path,) = (tmp_path / ".tasks" / "r" / "8").glob("*.json")
     assert path.stat().st_mode & 0o077 == 0, "it holds a secret"
     assert json.loads(path.read_text())["host"] == "h"
-    assert Meeting(whole, "8").jobs() == ("8",)
+    assert Meeting(whole, "8").recorded_jobs() == ("8",)
     Meeting(whole, "8").record_jobs(["8", "9"])
-    assert Meeting(whole, "8").jobs() == ("8", "9")
+    assert Meeting(whole, "8").recorded_jobs() == ("8", "9")
 
 
 def test_an_unwritable_root_is_one_line(tmp_path: Path) -> None:
@@ -164,3 +166,46 @@ def test_an_unwritable_root_is_one_line(tmp_path: Path) -> None:
 def test_a_container_needs_an_image() -> None:
     with pytest.raises(UserError, match="a container needs an image"):
         check_recipe(recipe(container="apptainer"))
+
+
+def array(tasks: int, **env: str) -> dict[str, str]:
+    return {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_COUNT": str(tasks), **env}
+
+
+def test_an_array_has_the_tasks_of_its_recipe_or_joins_a_run_with_fewer() -> None:
+    whole = recipe(slots_per_task=4)  # one train task, one rollout task
+    check_array(whole, array(2), 0)
+    check_array(whole, array(2, AREAL_MEGA_JOB="9"), 0)
+    check_array(whole, array(1, AREAL_MEGA_JOB="7"), 0)
+    for refused in (array(1), array(3), array(1, AREAL_MEGA_JOB=""), array(1, AREAL_MEGA_JOB="9"), array(3, AREAL_MEGA_JOB="7")):
+        with pytest.raises(UserError, match=r"the array has \d tasks?, but .* make 2; submit with --array=0-1"):
+            check_array(whole, refused, 0)
+
+
+class QueuedTasks:
+    """Four tasks: one of training, a rollout task that runs, one that is in the queue, one that was cancelled, and one that never came."""
+
+    plan = plan_tasks(parse("megatron:d1"), parse("sglang:d4"), 1)
+    known: ClassVar[dict[int, str]] = {0: "RUNNING", 1: "RUNNING", 2: "PENDING", 3: "CANCELLED"}
+
+    def job(self, task: int) -> str | None:
+        return f"9_{task}" if task in self.known else None
+
+    async def states(self, *, fresh: bool = False) -> dict[int, jobs.TaskState]:
+        return {task: jobs.TaskState("9", task, state, "", "") for task, state in self.known.items()}
+
+
+def test_what_goes_back_into_the_queue_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def requeue(slurm: jobs.Slurm, job: str) -> None:
+        asked.append(job)
+        if job == "9_1":
+            raise RunFailed("refused")
+
+    monkeypatch.setattr(jobs.Slurm, "requeue", requeue)
+    requeue_all(QueuedTasks())  # type: ignore[arg-type]
+    assert asked == ["9_1", "9_0"], "the run can do without a rollout task"
+    monkeypatch.setattr(QueuedTasks, "plan", plan_tasks(parse("megatron:d2"), parse("sglang:d3"), 1))
+    with pytest.raises(RunFailed, match="refused"):
+        requeue_all(QueuedTasks())  # type: ignore[arg-type]

@@ -150,6 +150,13 @@ class World:
 
     def train(self, index: int = 0) -> None:
         ready = self.dispatch.take(self.batch)
+        if ready is not None and index % 3 == 1:  # a replica is lost before the trainer has fetched everything
+            self.lose(index)
+            if self.dispatch.torn:
+                before = len(self.dispatch.ready)
+                kept = self.batch - self.dispatch.give_back()
+                assert len(self.dispatch.ready) == before + kept < before + self.batch and not self.dispatch.torn
+                return
         if ready is not None:
             self.check_batch(ready)
             self.version += 1
@@ -273,6 +280,40 @@ def test_a_run_with_faults_of_every_kind_ends_and_trains_every_step(action: Stal
             break
     assert sum(world.trained.values()) == 40
     assert not world.dispatch.flying and not world.dispatch.retry  # nothing beyond what the last step used was started
+
+
+@settings(max_examples=100)
+@given(
+    moves=st.lists(st.tuples(st.sampled_from(["finish", "lose all", "join", "train", "down", "up"]), st.integers(0, 30)), max_size=60),
+    always=st.booleans(),
+    eta=st.integers(0, 2),
+    action=st.sampled_from(["mask_token", "drop_sample", "refill_prompt"]),
+)
+def test_replicas_that_come_and_go_leave_nothing_undone(moves: list[tuple[str, int]], always: bool, eta: int, action: StaleAction) -> None:
+    """Whatever was lost when, also with nobody there for a while: with replicas that stay, every step is trained, each prompt once."""
+    world = World(eta, total=12, always=always, action=action)
+    for name, index in moves:
+        if name == "lose all":
+            for replica in sorted(world.dispatch.router.replicas):
+                world.dispatch.replica_lost(replica)
+        elif world.dispatch.router.replicas or name in ("join", "train"):
+            getattr(world, name)(index)
+        world.pump()
+        world.check()
+    for index in range(4):
+        world.join(index)
+        world.up(index)
+    for _ in range(200):
+        world.pump()
+        for index in range(3):
+            world.finish(index)
+        world.train()
+        world.check()
+        if sum(world.trained.values()) == 12:
+            break
+    # The first twelve prompts of the stream, as without any loss.
+    undisturbed = PromptStream(ROWS, seed=1, shuffle=True).next(12)
+    assert world.trained == Counter((prompt.id, prompt.epoch) for prompt in undisturbed)
 
 
 def test_what_a_lost_replica_held_is_made_again_elsewhere_and_is_no_failure() -> None:

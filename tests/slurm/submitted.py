@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {
     "slots_per_task": 1,
     "gres": "gpu:1",
     "cpus_per_task": 1,
-    "setup": [f"export PATH={PROGRAM}:$PATH PYTHONPATH={HERE} OMP_NUM_THREADS=1", f"cd {REPO}"],
+    "setup": [f"export PATH={PROGRAM}:$PATH PYTHONPATH={HERE}:{REPO} OMP_NUM_THREADS=1", f"cd {REPO}"],
     "queue_timeout_s": 200.0,
 }
 
@@ -82,7 +82,7 @@ class Submitted:
 
 def areal_mega(*arguments: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
     """The program itself, on this machine."""
-    env = os.environ | {"PYTHONPATH": str(HERE)}
+    env = os.environ | {"PYTHONPATH": f"{HERE}:{REPO}"}
     return subprocess.run([str(PROGRAM / "areal-mega"), *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=100)
 
 

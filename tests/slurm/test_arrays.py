@@ -135,13 +135,14 @@ def test_a_task_that_never_starts_is_named_within_the_deadline(tmp_path: Path, r
         Slurm._run(["scontrol", "update", "nodename=n3", "state=resume"])
 
 
-def test_a_cancelled_rollout_task_is_named(tmp_path: Path, runs: list[Submitted]) -> None:
+def test_a_run_whose_only_rollout_task_was_cancelled_ends(tmp_path: Path, runs: list[Submitted]) -> None:
     run = launch(tmp_path, recipe(tmp_path, {"run": {"steps": 500}}))
     runs.append(run)
     run.until_step(0)
     Slurm().cancel([f"{run.jobs[0]}_1"])
     run.until(lambda: run.tasks()[0].ended, "the end of the train task")
     assert "task 1 was told to end (preempted, requeued or cancelled): inference replica 0" in run.output(0), run.explain()
+    assert "no replica is left, and none will come by itself: task 1 (inference replica 0): Slurm task" in run.output(0), run.explain()
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ async def syncing(folder: Path, url: str) -> AsyncIterator[tuple[Rank, WeightSyn
     try:
         await server.wait_healthy(TIMEOUT_S)
         train = TrainController([rank], LAYOUT, recipe, algorithm_of(recipe))  # type: ignore[list-item]
-        sync = WeightSync(train, [server], [await server.probe()], recipe, replica_size=1, backend="gloo", folder=folder / "sync")
+        sync = WeightSync(train, {0: server}, {0: await server.probe()}, recipe, replica_size=1, backend="gloo", folder=folder / "sync")
         await sync.connect()
         yield rank, sync, server
     finally:

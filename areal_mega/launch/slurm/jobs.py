@@ -41,6 +41,11 @@ class TaskState:
         return self.state in WAITING
 
     @property
+    def running(self) -> bool:
+        """On its nodes, or about to be."""
+        return self.state in ALIVE or self.state == "CONFIGURING"
+
+    @property
     def ended(self) -> bool:
         return self.state in ENDED
 

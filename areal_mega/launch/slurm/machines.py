@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from areal_mega.config.schema import Recipe
 from areal_mega.launch.commands import visible_devices
 from areal_mega.launch.rundir import Key, RunDir
-from areal_mega.launch.slurm.remote import RemoteLauncher, Tasks
+from areal_mega.launch.slurm.gathering import Tasks
+from areal_mega.launch.slurm.remote import RemoteLauncher
 
 
 class SlurmTasks:
@@ -24,10 +25,16 @@ class SlurmTasks:
         return "" if given is None else visible_devices(plan.slots.get(key, ()), {"CUDA_VISIBLE_DEVICES": given})
 
     async def launcher(self, run_dir: RunDir, say: Callable[[str], None]) -> RemoteLauncher:
-        await self._tasks.gather(range(self._tasks.plan.tasks), say)
+        """When all train tasks are here, and a rollout task; all of those where the run would not survive the loss of one."""
+        plan = self._tasks.plan
+        needed = plan.train_tasks if self._recipe.launch.server_restarts else plan.tasks
+        await self._tasks.gather(range(needed), range(needed, plan.tasks), say)
         self._launcher = RemoteLauncher(run_dir, self._tasks, startup_timeout_s=self._recipe.launch.startup_timeout_s)
         await self._launcher.begin()
         return self._launcher
+
+    def is_here(self, key: Key) -> bool:
+        return self._tasks.plan.task_of[key] in self._tasks.here
 
     def host(self, key: Key) -> str:
         return self._tasks.presence(self._tasks.plan.task_of[key]).host
@@ -37,4 +44,6 @@ class SlurmTasks:
         return await self._launcher.ports(keys)
 
     async def close(self, why: str) -> None:
+        if not why:
+            await self._tasks.cancel_waiting()
         await self._tasks.leave(why)

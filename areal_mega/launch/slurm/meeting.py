@@ -92,11 +92,10 @@ class Meeting:
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path / "jobs", "\n".join(jobs) + "\n")
 
-    def jobs(self) -> tuple[str, ...]:
-        """Ids of the submission's arrays as far as known, the first one first: recorded at submission, or told by the tasks."""
+    def recorded_jobs(self) -> tuple[str, ...]:
+        """Ids of the submission's arrays as recorded when they were submitted together, the first one first."""
         recorded = (self.path / "jobs").read_text().split() if (self.path / "jobs").exists() else []
-        told = sorted(presence.job.partition("_")[0] for presence in self.present().values())
-        return tuple(dict.fromkeys([self.path.name, *recorded, *told]))
+        return tuple(dict.fromkeys([self.path.name, *recorded]))
 
     def present(self) -> dict[int, Presence]:
         """Every task that has said so, by number. It may have died since."""

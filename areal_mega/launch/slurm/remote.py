@@ -1,7 +1,7 @@
 """The controller's side of a run whose processes live on many tasks: the same interface as the local launcher, over the tasks' agents.
 
-Time in the queue is not start-up time: ``gather`` waits for the tasks with a deadline of its own, and what starts afterwards has
-``launch.startup_timeout_s`` as it has on one machine.
+A task that ends takes its processes along. Where the run survives the end of all of them, it is looked out for: when it, or another start
+of it, answers, ``reach`` returns, and processes can be started on it. Otherwise its end is the attempt's.
 """
 
 from __future__ import annotations
@@ -15,118 +15,24 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from areal_mega.config.schema import Recipe
-from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError
+from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.launch import watching
 from areal_mega.launch.local import ProcessSpec
 from areal_mega.launch.rundir import Key, RunDir
-from areal_mega.launch.slurm.jobs import Slurm, TaskState
-from areal_mega.launch.slurm.meeting import Meeting, Presence
-from areal_mega.launch.slurm.tasks import TaskPlan
-from areal_mega.launch.watching import death_of
-from areal_mega.rpc.client import PeerUnreachable, RpcClient, RpcError
+from areal_mega.launch.slurm.gathering import Tasks
+from areal_mega.launch.watching import Absent, MachineLost, death_of
+from areal_mega.rpc.client import PeerUnreachable, RpcError
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.2
 _CALL_S = 30.0
 _EVENTS_S = 5.0
 _LOST_S = 20.0
 """An agent that cannot be reached for so long is lost, whatever Slurm says: its node may be dead before Slurm notices."""
+_LOOK_S = 1.0
+"""How often a task that is away is looked out for."""
 _SETTLE_S = 10.0
 """How long to look for a death behind a failed call: the news comes from another machine."""
-_SAY_S = 60.0
-"""How often a wait says what it waits for."""
-
-
-class Tasks:
-    """The tasks of one submission, as the controller sees them: who is here, and what Slurm says of the others."""
-
-    def __init__(self, recipe: Recipe, plan: TaskPlan, meeting: Meeting) -> None:
-        self.plan = plan
-        self._recipe, self._meeting = recipe, meeting
-        self._slurm = Slurm()
-        self._agents: dict[int, tuple[Presence, RpcClient]] = {}
-
-    def presence(self, task: int) -> Presence:
-        return self._agents[task][0]
-
-    def job(self, task: int) -> str:
-        """A task's own Slurm job, also after it has left."""
-        return self._meeting.present()[task].job
-
-    def agent(self, task: int) -> RpcClient:
-        return self._agents[task][1]
-
-    async def gather(self, tasks: Iterable[int], say: Any) -> None:
-        """Wait until all these tasks are here and answer.
-
-        Args:
-            say: called with a line for the user, now and then.
-
-        Raises:
-            DeadlineExceeded: ``launch.slurm.queue_timeout_s`` passed; names who is missing and their state in the queue.
-            RunFailed: a missing task is over and will not start again.
-        """
-        wanted, timeout_s = sorted(tasks), self._recipe.launch.slurm.queue_timeout_s
-        start = said = time.monotonic()
-        while missing := [task for task in wanted if not await self._is_here(task)]:
-            states = await self.states()
-            for task in missing:
-                if (state := states.get(task)) is not None and state.ended:
-                    raise RunFailed(f"task {task} ({self.plan.describe(task)}) is over before it joined: {state}")
-            now = time.monotonic()
-            what = "; ".join(self._missing(task, states) for task in missing[:4]) + ("; ..." if len(missing) > 4 else "")
-            if now - start > timeout_s:
-                raise DeadlineExceeded(
-                    f"tasks missing after launch.slurm.queue_timeout_s={timeout_s:g} s: {what}; see {self._meeting.path}"
-                )
-            if now - said > _SAY_S:
-                said = now
-                say(f"waiting for {len(missing)} of {len(wanted)} tasks: {what}")
-            await asyncio.sleep(_POLL_S)
-
-    async def states(self) -> dict[int, TaskState]:
-        """Slurm's word on the tasks of the first array (and of the second, counted on), by number; none while it does not answer."""
-        jobs = self._meeting.jobs()
-        try:
-            found = await asyncio.to_thread(self._slurm.tasks, jobs)
-        except (RunFailed, UserError) as error:
-            log.warning("%s", error)  # a slurmctld that is away for a while, or a node without squeue, is no reason to end
-            return {}
-        first = {job: self.plan.train_tasks * place for place, job in enumerate(jobs)}
-        return {first[state.job] + state.index: state for state in found if state.job in first}
-
-    async def leave(self, why: str) -> None:
-        """The run is over: every task ends. ``why`` is empty where all went well, and the tasks fail otherwise."""
-        results = await asyncio.gather(
-            *(client.call("leave", why=why, timeout_s=_CALL_S) for _, client in self._agents.values()), return_exceptions=True
-        )
-        for (presence, client), result in zip(self._agents.values(), results, strict=True):
-            if isinstance(result, BaseException):
-                log.warning("task %d was not told to leave: %s", presence.task, result)
-            await client.close()
-        self._agents.clear()
-
-    async def _is_here(self, task: int) -> bool:
-        """Whether a task's newest incarnation answers."""
-        presence = self._meeting.present().get(task)
-        if presence is None:
-            return False
-        known = self._agents.get(task)
-        if known is None or known[0] != presence:
-            if known is not None:
-                await known[1].close()
-            client = RpcClient(presence.address, presence.token, peer=f"agent of task {task}")
-            self._agents[task] = presence, client
-        try:
-            answer = await self._agents[task][1].call("hello", timeout_s=_CALL_S)
-        except (PeerUnreachable, DeadlineExceeded):
-            return False  # an earlier start of the task left this file
-        return bool(answer["incarnation"] == presence.incarnation)
-
-    def _missing(self, task: int, states: dict[int, TaskState]) -> str:
-        return f"task {task} ({self.plan.describe(task)}): {states.get(task, 'not seen in the queue')}"
 
 
 class RemoteLauncher:
@@ -137,23 +43,25 @@ class RemoteLauncher:
         self._revivable: frozenset[Key] = frozenset()
         self._losses: list[tuple[Key, Exception]] = []
         self._failure: asyncio.Future[NoReturn] | None = None
+        self._here = {task: asyncio.Event() for task in range(tasks.plan.tasks)}
+        """Set while a task belongs to this attempt."""
         self._stack = AsyncExitStack()
 
     async def begin(self) -> None:
-        """Take over the agents for this attempt; what an earlier one left there is ended."""
+        """Take over the agents that are here for this attempt; what an earlier one left there is ended. Those that come later join."""
         self._failure = asyncio.get_running_loop().create_future()
         # Known of, even if nobody waits for it any more.
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())
-        await asyncio.gather(
-            *(
-                self._tasks.agent(task).call(
-                    "begin", run_dir=str(self._run_dir.path), attempt=self._run_dir.attempt, timeout_s=self._startup_timeout_s
-                )
-                for task in range(self._tasks.plan.tasks)
-            )
-        )
-        listeners = [asyncio.create_task(self._listen(task)) for task in range(self._tasks.plan.tasks)]
-        self._stack.push_async_callback(_end_all, listeners)
+        await asyncio.gather(*(self._take_over(task) for task in self._tasks.here))
+        followers = [asyncio.create_task(self._follow(task)) for task in self._here]
+        for follower in followers:
+            follower.add_done_callback(self._check_follower)
+        self._stack.push_async_callback(_end_all, followers)
+
+    async def _take_over(self, task: int) -> None:
+        where = {"run_dir": str(self._run_dir.path), "attempt": self._run_dir.attempt}
+        await self._tasks.agent(task).call("begin", **where, timeout_s=self._startup_timeout_s)
+        self._here[task].set()
 
     async def launch(self, specs: Iterable[ProcessSpec]) -> None:
         """Start processes, each on its task."""
@@ -185,7 +93,23 @@ class RemoteLauncher:
 
     async def kill(self, key: Key) -> None:
         """As ``LocalLauncher.kill``."""
-        await self._tasks.agent(self._tasks.plan.task_of[key]).call("kill_process", role=key[0], rank=key[1], timeout_s=_CALL_S)
+        task = self._tasks.plan.task_of[key]
+        if self._here[task].is_set():
+            try:
+                await self._tasks.agent(task).call("kill_process", role=key[0], rank=key[1], timeout_s=_CALL_S)
+            except (PeerUnreachable, DeadlineExceeded) as error:
+                log.warning("%s", error)  # if its agent is gone so is the process, and whoever follows the agent will tell
+
+    async def reach(self, key: Key) -> None:
+        """Wait until the task of a process is here, and belongs to this attempt."""
+        await self._here[self._tasks.plan.task_of[key]].wait()
+
+    async def absent(self) -> list[Absent]:
+        """As ``Launcher.absent``, with Slurm's word on each."""
+        states = await self._tasks.states()
+        missing = [task for task, here in self._here.items() if not here.is_set()]
+        over = {task for task in missing if (state := states.get(task)) is not None and state.ended}
+        return [Absent(self._tasks.describe(task, states), task in over) for task in missing]
 
     async def wait_ready(self, keys: Iterable[Key]) -> dict[Key, dict[str, Any]]:
         """As ``LocalLauncher.wait_ready``."""
@@ -205,14 +129,32 @@ class RemoteLauncher:
     async def close(self) -> None:
         """End all processes of the attempt; the agents stay. An agent that is lost has no processes that matter."""
         await self._stack.aclose()
-        for result in await asyncio.gather(
-            *(self._tasks.agent(task).call("end", timeout_s=2 * _CALL_S) for task in range(self._tasks.plan.tasks)), return_exceptions=True
-        ):
+        calls = [self._tasks.agent(task).call("end", timeout_s=2 * _CALL_S) for task in self._tasks.here]
+        for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException):
                 log.warning("while processes were ended: %s", result)
 
+    async def _follow(self, task: int) -> None:
+        """Follow a task through its absences, until the attempt fails."""
+        assert self._failure is not None
+        while not self._failure.done():
+            if self._here[task].is_set():
+                await self._listen(task)
+            else:
+                await self._look_out(task)
+
+    async def _look_out(self, task: int) -> None:
+        """Wait for a task that is away, and take it over."""
+        while not await self._tasks.find(task):  # noqa: ASYNC110 - it says so in a file, on another machine
+            await asyncio.sleep(_LOOK_S)
+        try:
+            await self._take_over(task)
+        except (PeerUnreachable, DeadlineExceeded, RpcError, MachineLost) as error:
+            log.warning("task %d was there, and could not be taken over: %s", task, error)
+            await asyncio.sleep(_LOOK_S)
+
     async def _listen(self, task: int) -> None:
-        """Follow one agent's events. Every call is the lease's renewal too."""
+        """Follow one agent's events until it is lost. Every call is the lease's renewal too."""
         seen, heard = 0, time.monotonic()
         client = self._tasks.agent(task)
         while True:
@@ -228,9 +170,11 @@ class RemoteLauncher:
                 return await self._lost(task, str(error))
             seen += len(events)
             for event in events:
-                self._on_event(task, event)
+                self._on_event(event)
+                if event["kind"] == "leaving":
+                    return await self._leaves(task, event["why"])
 
-    def _on_event(self, task: int, event: dict[str, Any]) -> None:
+    def _on_event(self, event: dict[str, Any]) -> None:
         match event["kind"]:
             case "died":
                 key = (event["role"], event["rank"])
@@ -239,15 +183,32 @@ class RemoteLauncher:
                     self._losses.append((key, death))
                 else:
                     self._fail(death)
-            case "leaving":
-                self._fail(RunFailed(f"{event['why']}: {self._tasks.plan.describe(task)}"))
             case "limit":
                 log.info("%s", event["why"])
                 signal.raise_signal(signal.SIGUSR1)  # as if this task's own limit were near: the run saves and ends
 
+    async def _leaves(self, task: int, why: str) -> None:
+        self._away(task, f"{why}: {self._tasks.plan.describe(task)}")
+        await self._tasks.lose(task, ends=True)
+
     async def _lost(self, task: int, why: str) -> None:
         state = (await self._tasks.states()).get(task)
-        self._fail(RunFailed(f"task {task} ({self._tasks.plan.describe(task)}) is lost: {why}" + (f"; {state}" if state else "")))
+        self._away(task, f"task {task} ({self._tasks.plan.describe(task)}) is lost: {why}" + (f"; {state}" if state else ""))
+        await self._tasks.lose(task, ends=False)
+
+    def _away(self, task: int, why: str) -> None:
+        """A task is gone with all that was on it: a loss where every process of it is one to survive, or the attempt's end."""
+        keys = self._tasks.plan.keys(task)
+        self._here[task].clear()
+        if self._revivable.issuperset(keys):
+            self._losses += [(key, MachineLost(why)) for key in keys]
+        else:
+            self._fail(RunFailed(why))
+
+    def _check_follower(self, follower: asyncio.Task[None]) -> None:
+        """What goes wrong in following a task ends the attempt: nobody would hear of that task any more."""
+        if not follower.cancelled() and (error := follower.exception()) is not None:
+            self._fail(error if isinstance(error, Exception) else RunFailed(str(error)))
 
     def _fail(self, error: Exception) -> None:
         assert self._failure is not None
