@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,8 @@ def task(
     agent: Annotated[bool, typer.Option("--agent", help="Only the agent, also for task 0.")] = False,
 ) -> None:
     """Be one task of a submitted run: the array index decides the role."""
+    # Told of a time limit while it starts, it is told once it listens (`Trainer`, `Agent`).
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     resolved, _ = load(recipe, overrides)
     from areal_mega.launch.slurm.meeting import ArrayTask
     from areal_mega.launch.slurm.task import agent_beside, check_array, requeue_all, run_agent, tasks_of

@@ -209,6 +209,7 @@ class Trainer:
 
         if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, ask)  # removed when the loop is closed
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # one that came before is delivered now
 
 
 def rewind(recipe: Recipe, run_dir: Path) -> RecoverPoint | None:

@@ -43,6 +43,7 @@ class Submitted:
     def __init__(self, root: Path, jobs: Sequence[str], name: str = "e2e") -> None:
         self.root, self.jobs, self.run_dir = root, list(jobs), root / "runs" / name
         self._slurm = Slurm(cache_s=0.5)
+        self.submitted = time.time()
 
     def tasks(self) -> list[TaskState]:
         return sorted(self._slurm.tasks(self.jobs), key=lambda task: (int(task.job), task.index))

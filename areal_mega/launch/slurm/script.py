@@ -107,7 +107,8 @@ def _script(
     if slurm.mail_user:
         lines.append(f"#SBATCH --mail-user={slurm.mail_user}")
     lines += [f"#SBATCH {extra}" for extra in slurm.extra]
-    lines += ["", "set -euo pipefail", *slurm.setup, "", f"exec {_command(slurm, tasks.start, path, overrides)}", ""]
+    early = "trap '' USR1  # whoever is told of the time limit before the program listens does not die of it"
+    lines += ["", "set -euo pipefail", early, *slurm.setup, "", f"exec {_command(slurm, tasks.start, path, overrides)}", ""]
     return Script(role, "\n".join(lines))
 
 
