@@ -126,11 +126,9 @@ class StepAttention:
         ranges = [torch.arange(f.start, f.start + f.count) for f in self._fills]
         self.rows_t = torch.cat([torch.arange(self.decoding), fill_rows])
         self.positions_t = torch.cat([decode_positions, *ranges])
-        self._lengths = decode_positions + 1
-        # The kernel takes each row by its own length.
-        runs = [] if self._kernels is not None else cut_rows(lengths + 1, arch.kv_heads)
-        self._runs = [self._decode_run(run, decode_positions) for run in runs]
-        self._batches = list(self._plan_fills())
+        # The kernel takes each token by its own length.
+        self._runs = [] if self._kernels else [self._decode_run(run, decode_positions) for run in cut_rows(lengths + 1, arch.kv_heads)]
+        self._batches = [] if self._kernels else list(self._plan_fills())
 
     def _decode_run(self, run: Run, positions: Tensor) -> _DecodeRun:
         heads, rows = self.cache.arch.kv_heads, run.end - run.first
@@ -190,12 +188,9 @@ class StepAttention:
     def attend(self, layer: int, q_thd: Tensor) -> Tensor:
         """The same, once the keys and values are written."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if self._kernels is None:
-            parts = [self._decode(run, q_thd, keys, values) for run in self._runs]
-        elif self.decoding:
-            parts = [self._kernels.decode(q_thd[: self.decoding].contiguous(), keys, values, self._lengths, self.scale)]
-        else:
-            parts = []
+        if self._kernels is not None:
+            return self._kernels.attend(q_thd.contiguous(), keys, values, self.rows_t, self.positions_t, self.scale)
+        parts = [self._decode(run, q_thd, keys, values) for run in self._runs]
         parts += [self._fill(batch, q_thd, keys, values) for batch in self._batches]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

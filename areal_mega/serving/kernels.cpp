@@ -10,7 +10,7 @@
 #include <cstring>
 #include <algorithm>
 #include <omp.h>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -123,77 +123,156 @@ template <class T> void place(const T* qkv, const T* norm, float eps, const T* c
     });
 }
 
-// ---- Attention of one query token per row (online softmax, arXiv:1805.02867), each row over its own length
+// ---- Attention of every token to its row of the cache, up to its own position (online softmax, arXiv:1805.02867)
 
-constexpr int64_t BLOCK = 64, QUERIES = 8;
+constexpr int64_t BLOCK = 64, QUERIES = 32;
 
-template <class T, int64_t DIM, int64_t VALUE>
-void attend(const T* q, const T* keys, const T* values, int64_t length, int64_t queries, Slots s, float scale, T* out, float* room) {
-    const int64_t dim = DIM ? DIM : s.key_dim, width = VALUE ? VALUE : s.value_dim;
-    float *qf = room, *k = qf + QUERIES * dim, *v = k + BLOCK * dim, *p = v + BLOCK * width, *o = p + QUERIES * BLOCK;
-    float most[QUERIES], sum[QUERIES];
-    for (int64_t g = 0; g < queries; ++g) {
-        for (int64_t i = 0; i < dim; ++i) qf[g * dim + i] = up(q[g * dim + i]) * scale;
-        for (int64_t i = 0; i < width; ++i) o[g * width + i] = 0;
-        most[g] = -INFINITY, sum[g] = 0;
-    }
-    for (int64_t first = 0; first < length; first += BLOCK) {
-        const int64_t count = std::min(BLOCK, length - first);
-        for (int64_t j = 0; j < count; ++j) {
-            const T *from = keys + (first + j) * s.key_dim, *what = values + (first + j) * s.value_step;
-            for (int64_t i = 0; i < dim; ++i) k[j * dim + i] = up(from[i]);
-            for (int64_t i = 0; i < width; ++i) v[j * width + i] = up(what[i]);
-        }
-        for (int64_t g = 0; g < queries; ++g) {
-            float* w = p + g * BLOCK;
-            const float* a = qf + g * dim;
-            for (int64_t j = 0; j < count; ++j) {
-                float dot = 0;
-                const float* b = k + j * dim;
-                #pragma omp simd reduction(+ : dot)
-                for (int64_t i = 0; i < dim; ++i) dot += a[i] * b[i];
-                w[j] = dot;
-            }
-            float top = most[g], added = 0;
-            for (int64_t j = 0; j < count; ++j) top = w[j] > top ? w[j] : top;
-            #pragma omp simd reduction(+ : added)
-            for (int64_t j = 0; j < count; ++j) { w[j] = expo(w[j] - top); added += w[j]; }
-            const float keep = expo(most[g] - top);
-            sum[g] = sum[g] * keep + added, most[g] = top;
-            float* to = o + g * width;
-            for (int64_t i = 0; i < width; ++i) to[i] *= keep;
-            for (int64_t j = 0; j < count; ++j) {
-                const float weight = w[j];
-                const float* b = v + j * width;
-                #pragma omp simd
-                for (int64_t i = 0; i < width; ++i) to[i] += weight * b[i];
-            }
-        }
-    }
-    for (int64_t g = 0; g < queries; ++g)
-        for (int64_t i = 0; i < width; ++i) down(o[g * width + i] / sum[g], out[g * width + i]);
+#ifdef __AVX512F__
+inline __m512 wide(const float* p) { return _mm512_loadu_ps(p); }
+inline __m512 wide(const bf16* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
 
-template <class T> void decode(const T* q, const T* keys, const T* values, const int64_t* lengths, int64_t rows, int64_t groups, Slots s,
-                               float scale, T* out, int threads) {
-    const int64_t parts = (groups + QUERIES - 1) / QUERIES, tasks = rows * s.kv * parts;
+// Element i of the result is the sum of s[i].
+inline __m512 sums_of(const __m512* s) {
+    __m512 quads[4];
+    #pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(s[4 * i], s[4 * i + 1]), _mm512_unpackhi_ps(s[4 * i], s[4 * i + 1]));
+        const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(s[4 * i + 2], s[4 * i + 3]), _mm512_unpackhi_ps(s[4 * i + 2], s[4 * i + 3]));
+        const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+        quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+    }
+    const __m512 e = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88), _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
+    const __m512 f = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88), _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(e, f, 0x88), _mm512_shuffle_f32x4(e, f, 0xdd));
+}
+
+template <int64_t DIM, class T> inline __m512 product_of(const T* q, const T* k) {
+    __m512 sum = _mm512_setzero_ps();
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == 2) {
+        #pragma GCC unroll 8
+        for (int64_t i = 0; i < DIM; i += 32)
+            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(q + i), (__m512bh)_mm512_loadu_si512(k + i));
+        return sum;
+    }
+#endif
+    #pragma GCC unroll 8
+    for (int64_t i = 0; i < DIM; i += 16) sum = _mm512_fmadd_ps(wide(q + i), wide(k + i), sum);
+    return sum;
+}
+#endif
+
+// w[j] = scale * (q . k[j]) for the n <= BLOCK keys of a block. DIM is dim, or 0 for any.
+template <class T, int64_t DIM> void score(const T* q, const T* k, int64_t n, int64_t dim, float scale, float* w) {
+#ifdef __AVX512F__
+    if constexpr (DIM > 0) {
+        for (int64_t j = 0; j < n; j += 16) {
+            __m512 s[16];
+            #pragma GCC unroll 16
+            for (int64_t i = 0; i < 16; ++i) s[i] = product_of<DIM>(q, k + std::min(j + i, n - 1) * DIM);
+            _mm512_storeu_ps(w + j, _mm512_mul_ps(sums_of(s), _mm512_set1_ps(scale)));
+        }
+        return;
+    }
+#endif
+    for (int64_t j = 0; j < n; ++j) {
+        float dot = 0;
+        const T* b = k + j * dim;
+        #pragma omp simd reduction(+ : dot)
+        for (int64_t i = 0; i < dim; ++i) dot += up(q[i]) * up(b[i]);
+        w[j] = dot * scale;
+    }
+}
+
+// o = o * keep + sum over j of w[j] * v[j]; values lie `step` apart.
+template <class T, int64_t WIDTH> void mix(const float* w, const T* v, int64_t n, int64_t width, int64_t step, float keep, float* o) {
+#ifdef __AVX512F__
+    if constexpr (WIDTH > 0) {
+        constexpr int64_t PARTS = WIDTH / 16;
+        __m512 even[PARTS], odd[PARTS];  // two chains of sums, to hide the latency of each
+        #pragma GCC unroll 8
+        for (int64_t i = 0; i < PARTS; ++i) even[i] = _mm512_mul_ps(wide(o + 16 * i), _mm512_set1_ps(keep)), odd[i] = _mm512_setzero_ps();
+        int64_t j = 0;
+        for (; j + 1 < n; j += 2) {
+            const __m512 a = _mm512_set1_ps(w[j]), b = _mm512_set1_ps(w[j + 1]);
+            #pragma GCC unroll 8
+            for (int64_t i = 0; i < PARTS; ++i) {
+                even[i] = _mm512_fmadd_ps(a, wide(v + j * step + 16 * i), even[i]);
+                odd[i] = _mm512_fmadd_ps(b, wide(v + (j + 1) * step + 16 * i), odd[i]);
+            }
+        }
+        if (j < n)
+            for (int64_t i = 0; i < PARTS; ++i) even[i] = _mm512_fmadd_ps(_mm512_set1_ps(w[j]), wide(v + j * step + 16 * i), even[i]);
+        for (int64_t i = 0; i < PARTS; ++i) _mm512_storeu_ps(o + 16 * i, _mm512_add_ps(even[i], odd[i]));
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < width; ++i) o[i] *= keep;
+    for (int64_t j = 0; j < n; ++j) {
+        const float by = w[j];
+        const T* b = v + j * step;
+        #pragma omp simd
+        for (int64_t i = 0; i < width; ++i) o[i] += by * up(b[i]);
+    }
+}
+
+// The queries `heads` [first, first + count) of neighbouring tokens of one row, to one head of its keys and values.
+template <class T, int64_t DIM, int64_t WIDTH>
+void attend_row(const T* q, const T* keys, const T* values, const int64_t* positions, int64_t tokens, int64_t heads, int64_t query_step,
+                int64_t out_step, Slots s, float scale, T* out, float* room) {
+    float most[QUERIES], sum[QUERIES], w[BLOCK];
+    const int64_t queries = tokens * heads, width = s.value_dim, longest = positions[tokens - 1] + 1;
+    std::fill(room, room + queries * width, 0.0f);
+    for (int64_t i = 0; i < queries; ++i) most[i] = -INFINITY, sum[i] = 0;
+    for (int64_t first = 0; first < longest; first += BLOCK) {
+        for (int64_t i = 0; i < queries; ++i) {
+            const int64_t t = i / heads, n = std::min(BLOCK, positions[t] + 1 - first);
+            if (n <= 0) continue;
+            score<T, DIM>(q + t * query_step + i % heads * s.key_dim, keys + first * s.key_dim, n, s.key_dim, scale, w);
+            float top = most[i], added = 0;
+            for (int64_t j = 0; j < n; ++j) top = w[j] > top ? w[j] : top;
+            #pragma omp simd reduction(+ : added)
+            for (int64_t j = 0; j < n; ++j) { w[j] = expo(w[j] - top); added += w[j]; }
+            const float keep = expo(most[i] - top);
+            sum[i] = sum[i] * keep + added, most[i] = top;
+            mix<T, WIDTH>(w, values + first * s.value_step, n, width, s.value_step, keep, room + i * width);
+        }
+    }
+    for (int64_t i = 0; i < queries; ++i) {
+        T* to = out + i / heads * out_step + i % heads * width;
+        for (int64_t c = 0; c < width; ++c) down(room[i * width + c] / sum[i], to[c]);
+    }
+}
+
+template <class T> void attend(const T* q, const T* keys, const T* values, const int64_t* rows, const int64_t* positions, int64_t count,
+                               int64_t groups, Slots s, float scale, T* out, int threads) {
+    // A task: some neighbouring tokens of a row, one head of its keys, and some of the queries of each token to it.
+    const int64_t heads = std::min(groups, QUERIES), parts = (groups + heads - 1) / heads, most = QUERIES / heads;
+    int64_t* starts = static_cast<int64_t*>(std::malloc(sizeof(int64_t) * size_t(count + 1)));
+    int64_t chunks = 0, work = 0;
+    for (int64_t t = 0; t < count; ++t) {
+        if (!t || rows[t] != rows[t - 1] || t - starts[chunks - 1] == most) starts[chunks++] = t;
+        work += (positions[t] + 1) * s.kv * groups * s.key_dim;
+    }
+    starts[chunks] = count;
+    auto run = attend_row<T, 0, 0>;
+    if (s.key_dim == 64 && s.value_dim == 64) run = attend_row<T, 64, 64>;
+    if (s.key_dim == 128 && s.value_dim == 128) run = attend_row<T, 128, 128>;
     std::atomic<int64_t> next{0};
-    int64_t work = 0;
-    for (int64_t r = 0; r < rows; ++r) work += lengths[r] * s.kv * groups * s.key_dim;
     share(work > 65536, threads, [&](int64_t, int64_t) {
-        float* room = static_cast<float*>(std::malloc(sizeof(float) * size_t((QUERIES + BLOCK) * (s.key_dim + s.value_dim) + QUERIES * BLOCK)));
-        for (int64_t task; (task = next.fetch_add(1)) < tasks;) {
-            const int64_t row = task / (s.kv * parts), head = task / parts % s.kv, first = task % parts * QUERIES;
-            const int64_t at = row * s.kv + head, count = std::min(QUERIES, groups - first), query = at * groups + first;
-            const T *k = keys + at * s.capacity * s.key_dim, *v = values + at * s.capacity * s.value_step;
-            T* o = out + query * s.value_dim;
-            auto run = attend<T, 0, 0>;
-            if (s.key_dim == 64 && s.value_dim == 64) run = attend<T, 64, 64>;
-            if (s.key_dim == 128 && s.value_dim == 128) run = attend<T, 128, 128>;
-            run(q + query * s.key_dim, k, v, lengths[row], count, s, scale, o, room);
+        float* room = static_cast<float*>(std::malloc(sizeof(float) * size_t(QUERIES * s.value_dim)));
+        for (int64_t task; (task = next.fetch_add(1)) < chunks * s.kv * parts;) {
+            const int64_t chunk = task / (s.kv * parts), head = task / parts % s.kv, part = task % parts * heads, t = starts[chunk];
+            const int64_t query = (t * s.kv + head) * groups + part, slot = rows[t] * s.kv + head;
+            run(q + query * s.key_dim, keys + slot * s.capacity * s.key_dim, values + slot * s.capacity * s.value_step, positions + t,
+                starts[chunk + 1] - t, std::min(heads, groups - part), s.kv * groups * s.key_dim, s.kv * groups * s.value_dim, s, scale,
+                out + query * s.value_dim, room);
         }
         std::free(room);
     });
+    std::free(starts);
 }
 
 // ---- Drawing
@@ -320,10 +399,11 @@ FOR_BOTH(place,
          place(IN(qkv), IN(norm), eps, IN(cosine), IN(sine), positions, rows, count, Heads{query, kv, dim, rotary}, OUT(q), OUT(keys),
                OUT(values), capacity, threads))
 
-FOR_BOTH(decode,
-         (const void* q, const void* keys, const void* values, const int64_t* lengths, int64_t rows, int64_t kv, int64_t groups,
-          int64_t key_dim, int64_t value_dim, int64_t value_step, int64_t capacity, float scale, void* out, int threads),
-         decode(IN(q), IN(keys), IN(values), lengths, rows, groups, Slots{capacity, key_dim, value_dim, value_step, kv}, scale, OUT(out), threads))
+FOR_BOTH(attend,
+         (const void* q, const void* keys, const void* values, const int64_t* rows, const int64_t* positions, int64_t count, int64_t kv,
+          int64_t groups, int64_t key_dim, int64_t value_dim, int64_t value_step, int64_t capacity, float scale, void* out, int threads),
+         attend(IN(q), IN(keys), IN(values), rows, positions, count, groups, Slots{capacity, key_dim, value_dim, value_step, kv}, scale,
+                OUT(out), threads))
 
 FOR_BOTH(draw,
          (const void* logits, const float* temperature, const double* uniform, int64_t rows, int64_t vocab, int64_t* tokens, float* logprobs,

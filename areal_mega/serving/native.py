@@ -29,7 +29,7 @@ _SIGNATURES = {
     "add_norm": "pppfpiin",
     "silu_mul": "ppiin",
     "place": "ppfppppiiiiipppin",
-    "decode": "ppppiiiiiiifpn",
+    "attend": "pppppiiiiiiifpn",
     "draw": "pppiippn",
 }
 """Parameters of the functions that exist for fp32 and bf16: p pointer, i int64, n int, f float."""
@@ -68,6 +68,13 @@ def load() -> ctypes.CDLL:
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise Unavailable(f"no C++ compiler (looked for {', '.join(_COMPILERS)})")
+    try:
+        return _declare(ctypes.CDLL(str(_built(compiler))))
+    except OSError as error:
+        raise Unavailable(f"the kernels could not be loaded: {error}") from error
+
+
+def _built(compiler: str) -> Path:
     openmp = _openmp()
     command = [compiler, *_FLAGS]
     if platform.machine() == "x86_64":
@@ -75,18 +82,18 @@ def load() -> ctypes.CDLL:
     path = _cache() / f"kernels-{_key(command, openmp)}.so"
     if not path.exists():
         _build(command, openmp, path)
-    return _declare(ctypes.CDLL(str(path)))
+    return path
 
 
 def _openmp() -> Path:
-    """The OpenMP library in this process."""
-    import torch  # noqa: F401  # loads it
+    """PyTorch's OpenMP library; where it ships none of its own, the one in this process."""
+    import torch
 
-    names = ("libgomp", "libiomp5", "libomp")
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = Path(line.split(maxsplit=5)[-1])
-        if path.name.startswith(names):
-            return path
+    names, home = ("libgomp", "libiomp5", "libomp"), str(Path(torch.__file__).parent)
+    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    found = [path for path in sorted(mapped) if Path(path).name.startswith(names)]
+    if found:
+        return Path(min(found, key=lambda path: not path.startswith(home)))
     raise Unavailable("PyTorch has loaded no OpenMP library (libgomp, libiomp5 or libomp)")
 
 

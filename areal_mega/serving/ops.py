@@ -40,8 +40,8 @@ class Kernels(Ops):
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-        self._add_norm, self._silu_mul, self._place, self._decode, self._draw = (
-            getattr(library, f"{name}_{kind}") for name in ("add_norm", "silu_mul", "place", "decode", "draw")
+        self._add_norm, self._silu_mul, self._place, self._attend, self._draw = (
+            getattr(library, f"{name}_{kind}") for name in ("add_norm", "silu_mul", "place", "attend", "draw")
         )
         self._library, self._threads = library, torch.get_num_threads()
         self.multiplies = dtype == torch.bfloat16 and native.multiplies(library)
@@ -93,22 +93,23 @@ class Kernels(Ops):
         self._place(qkv.data_ptr(), weight, eps, *pointers, *sizes, *targets, capacity, self._threads)
         return q
 
-    def decode(self, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        """Attention of one query per row, to the first ``lengths`` (int64 [rows]) positions of its row of the cache.
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor, scale: float) -> Tensor:
+        """Attention of every token to its row of the cache, from the row's begin to the token's own position.
 
         Args:
-            q: [rows, heads, key_dim], dense.
-            keys, values: of one layer, [more rows, kv_heads, length, dim]; values may be the beginnings of the keys.
+            q: [t, heads, key_dim], dense; tokens of one row side by side and in their order.
+            keys, values: of one layer, [rows, kv_heads, length, dim]; values may be the beginnings of the keys.
+            rows, positions: int64 [t].
 
         Returns:
-            [rows, heads * value_dim]
+            [t, heads * value_dim]
         """
-        rows, heads, key_dim = q.shape
+        t, heads, key_dim = q.shape
         kv, capacity, value_dim = values.shape[1:]
-        out = q.new_empty(rows, heads * value_dim)
-        pointers = [t.data_ptr() for t in (q, keys, values, lengths)]
-        sizes = (rows, kv, heads // kv, key_dim, value_dim, values.stride(2), capacity)
-        self._decode(*pointers, *sizes, scale, out.data_ptr(), self._threads)
+        out = q.new_empty(t, heads * value_dim)
+        pointers = [tensor.data_ptr() for tensor in (q, keys, values, rows, positions)]
+        sizes = (t, kv, heads // kv, key_dim, value_dim, values.stride(2), capacity)
+        self._attend(*pointers, *sizes, scale, out.data_ptr(), self._threads)
         return out
 
     def draw(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

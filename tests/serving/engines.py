@@ -8,20 +8,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from areal_mega.serving import native
 from areal_mega.serving.engine import Engine, EngineLimits
 from areal_mega.serving.loader import load_weights
 from areal_mega.serving.model import Model
-from areal_mega.serving.native import Unavailable, load
 from areal_mega.serving.sequence import SamplingParams, Sequence, Wanted
 
 
 def forms() -> list[str]:
     """What this machine can compute with, for ``--kernels``."""
     try:
-        load()
-    except Unavailable:
+        native.load()
+    except native.Unavailable:
         return ["torch"]
     return ["torch", "native"]
+
+
+def multiplies() -> bool:
+    """Whether this machine's kernels multiply bf16."""
+    return "native" in forms() and native.multiplies(native.load())
 
 
 class Driven:

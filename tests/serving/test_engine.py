@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engines import Driven, Judge, forms, sequence
+from engines import Driven, Judge, forms, multiplies, sequence
 from tiny_models import FAMILIES, SPARSE, tiny_model
 
 from areal_mega.serving.sequence import Sequence, Wanted
@@ -79,17 +79,18 @@ def test_greedy_tokens_and_logprobs_are_transformers(variant: str, tmp_path: Pat
     ids=["chunked", "token by token", "one row", "few rows", "cache too small: retractions"],
 )
 def test_limits_do_not_change_a_sample(folder: Path, limits: dict[str, int]) -> None:
-    plain, tight = workload(), workload()
-    wide = Driven(folder)
-    wide.submit(*plain)
-    wide.run()
-    driven = Driven(folder, **limits)
-    driven.submit(*tight)
-    driven.run()
-    assert outputs(tight) == outputs(plain)
-    if "max_tokens" in limits:
-        assert driven.engine.counters.retractions > 0
-        assert driven.engine.rows.kv.rows * driven.engine.rows.kv.length <= limits["max_tokens"]
+    for how in [{"kernels": form} for form in forms()] + ([{"dtype": "bf16"}] if multiplies() else []):
+        plain, tight = workload(), workload()
+        wide = Driven(folder, **how)
+        wide.submit(*plain)
+        wide.run()
+        driven = Driven(folder, **how, **limits)
+        driven.submit(*tight)
+        driven.run()
+        assert outputs(tight) == outputs(plain), how
+        if "max_tokens" in limits:
+            assert driven.engine.counters.retractions > 0
+            assert driven.engine.rows.kv.rows * driven.engine.rows.kv.length <= limits["max_tokens"]
 
 
 def test_a_sample_depends_on_its_seed_and_not_on_its_batch(folder: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from engines import Driven, Judge, forms, sequence
+from engines import Driven, Judge, forms, multiplies, sequence
 from tiny_models import tiny_model
 
 from areal_mega.core.errors import UserError
@@ -31,10 +31,9 @@ def kernels(dtype: torch.dtype) -> Kernels:
 
 
 def multiplying() -> Kernels:
-    ops = kernels(torch.bfloat16)
-    if not ops.multiplies:
+    if not multiplies():
         pytest.skip("this CPU has no products of bf16")
-    return ops
+    return kernels(torch.bfloat16)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -68,14 +67,19 @@ def test_activations_keep_what_is_large_and_what_is_not_a_number() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(9, 3, 64), (4, 4, 128), (24, 2, 16), (3, 1, 40)])
-def test_decoding_rows_of_any_lengths_attend_as_pytorch_does(dtype: torch.dtype, heads: int, kv: int, dim: int) -> None:
-    ops, lengths = kernels(dtype), [1, 64, 65, 200, 7]
-    q, keys, values = (random(5, h, n, dim, dtype=dtype, seed=h) for h, n in ((heads, 1), (kv, 200), (kv, 200)))
-    got = ops.decode(q.squeeze(2).contiguous(), keys, values, torch.tensor(lengths), dim**-0.5)
-    for row, n in enumerate(lengths):
-        k, v = keys[row : row + 1, :, :n].float(), values[row : row + 1, :, :n].float()
-        exact = F.scaled_dot_product_attention(q[row : row + 1].float(), k, v, enable_gqa=True)
-        close(got[row], exact.flatten())
+def test_tokens_at_any_positions_attend_as_pytorch_does(dtype: torch.dtype, heads: int, kv: int, dim: int) -> None:
+    ops = kernels(dtype)
+    # Five rows that decode, one of them at a block's end; then 40 tokens of a row from its begin, and 50 from the middle of another.
+    rows = [0, 3, 1, 4, 2] + [5] * 40 + [6] * 50
+    positions = [0, 63, 64, 199, 6, *range(40), *range(100, 150)]
+    q, keys, values = (
+        random(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(95, heads, dim), (7, kv, 200, dim), (7, kv, 200, dim)])
+    )
+    got = ops.attend(q, keys, values, torch.tensor(rows), torch.tensor(positions), dim**-0.5)
+    for t, (row, position) in enumerate(zip(rows, positions, strict=True)):
+        k, v = keys[row : row + 1, :, : position + 1].float(), values[row : row + 1, :, : position + 1].float()
+        exact = F.scaled_dot_product_attention(q[t][None, :, None].float(), k, v, enable_gqa=True)
+        close(got[t], exact.flatten())
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (50, 34), (7, 2)])
