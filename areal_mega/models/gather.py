@@ -180,12 +180,21 @@ class HFGatherer:
         if parcels:
             yield from self._collect(parcels, place) if self.rank == self.root else self._contribute(parcels)
 
-    def own_parts(self, dtype: torch.dtype | None = None) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """What this rank contributes to the stream: names of the HF tensors that a part belongs to, and the part as it would travel."""
+    def own_parts(self, dtype: torch.dtype | None = None) -> Iterator[tuple[dict[str, Tensor | None], Tensor]]:
+        """What this rank contributes to the stream: the HF tensors that a part belongs to, and the part as it would travel. Where the part
+        is all there is of them, each tensor is given too."""
         for parcel in self._parcels(dtype, None):
             for part in parcel.parts:
                 if part.rank == self.rank:
-                    yield tuple(tensor.name for tensor in part.param.hf), self._shard(part.param).to(part.dtype)
+                    shard = self._shard(part.param).to(part.dtype)
+                    alone = len(self._givers(part.param)) == 1
+                    yield {hf.name: self._unfused(part.param, n, shard) if alone else None for n, hf in enumerate(part.param.hf)}, shard
+
+    def _unfused(self, param: Param, source: int, whole: Tensor) -> Tensor:
+        """HF tensor number ``source`` of a parameter."""
+        dim, pieces = param.mapping.dim, param.pieces(self._ownership.parts(param), 0)
+        found = [whole.narrow(dim, piece.at, piece.length) for piece in pieces if piece.source == source]
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
 
     def _parcels(self, dtype: torch.dtype | None, only: Container[str] | None) -> list[_Parcel]:
         parcels: list[_Parcel] = []

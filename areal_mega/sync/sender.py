@@ -75,6 +75,8 @@ class WeightSender:
         self._store: dist.TCPStore | None = None
         self._parts: tuple[int, dict[int, str]] | None = None
         """Digests of this rank's own parts, and the version that they are of."""
+        self._whole: tuple[int, DigestKind, dict[str, str]] | None = None
+        """Digests of the tensors that this rank alone has whole, with their version and kind: these need not be computed again."""
         self._digests: dict[str, str] = {}
         self._buffers: list[torch.Tensor] = []
         """Kept from sync to sync on a CPU, where fresh memory costs as much as a copy; a GPU's is kept by torch's allocator."""
@@ -126,17 +128,21 @@ class WeightSender:
         Looks at this rank's own shards, so it costs no message. All ranks' answers together cover every tensor. The parts are
         remembered as those of ``version``.
         """
-        from areal_mega.sync.digest import kind_for, tensor_digest
+        from areal_mega.sync.digest import combine, kind_for, tensor_digest, tensor_digests
 
         kind = kind_for(self._device)
         before = self._parts[1] if self._parts is not None and self._parts[0] == base else None
         names: list[str] = []
         now: dict[int, str] = {}
+        whole: dict[str, str] = {}
         for number, (hf, part) in enumerate(self._gatherer.own_parts(self._dtype)):
-            now[number] = tensor_digest(part, kind)
+            tensors = {name: tensor for name, tensor in hf.items() if tensor is not None}
+            found = tensor_digests(tensors, kind)
+            whole |= found
+            now[number] = combine(found) if found else tensor_digest(part, kind)
             if before is not None and before[number] != now[number]:
                 names += hf
-        self._parts = version, now
+        self._parts, self._whole = (version, now), (version, kind, whole)
         return None if before is None else names
 
     # --- out
@@ -161,6 +167,8 @@ class WeightSender:
             return lambda: work.wait(timedelta(seconds=timeout_s))
 
         clock = _Clock(digests)
+        if self._whole is not None and self._whole[:2] == (version, digests):
+            clock.digests = {name: digest for name, digest in self._whole[2].items() if self.sends}
         self._loop(self._filled(clock, only), send, clock)
         return self._report(version, clock)
 
@@ -314,12 +322,12 @@ class _Clock:
                 yield item
 
     def digest_of(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Digests of tensors in a bucket: the very bytes that travel."""
+        """Digests of tensors in a bucket: of the very bytes that travel, except those that are known of the shards themselves."""
         from areal_mega.sync.digest import tensor_digests
 
         if self.kind is not None:
             with self.digest:
-                self.digests |= tensor_digests(tensors, self.kind)
+                self.digests |= tensor_digests({name: t for name, t in tensors.items() if name not in self.digests}, self.kind)
 
 
 def _views(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -68,11 +68,11 @@ def sync(
         if None not in (answers := shared(mine, world_size)):
             only = with_fused({name for names in answers for name in names}, [s for specs in senders.values() for s in specs])
         if sender:
-            report = sender.broadcast(version, TIMEOUT_S, only)
+            report = sender.broadcast(version, TIMEOUT_S, only, digests="xxh3")
             out.append(None if report is None else {"digests": report.digests, "nbytes": report.nbytes, "saved": report.saved_bytes})
         else:
             nbytes = receive(senders, groups, only, bucket_bytes, held)
-            out.append({"digests": tensor_digests(held), "nbytes": nbytes})
+            out.append({"digests": tensor_digests(held, "xxh3"), "nbytes": nbytes})
     for group in groups.values():
         if group is not None and sender is None:
             destroy_group(group)
