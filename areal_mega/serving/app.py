@@ -125,8 +125,7 @@ async def _assemble(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     from areal_mega.serving.updates import Updater
 
     path = options.model_path
-    with ThreadPoolExecutor(1) as elsewhere:  # and its thread ends, see _load
-        model, hf, limits = elsewhere.submit(_load, options).result()
+    model, hf, limits = load(options)
     weights = model.weights
     text = load_text(path, options.skip_tokenizer_init)
     facts = ServingFacts(
@@ -159,12 +158,17 @@ async def _assemble(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     return frontend, frontend.routes() + Admin(frontend, updater).routes() + OpenAI(frontend).routes()
 
 
-def _load(options: argparse.Namespace) -> tuple[Any, dict[str, Any], Any]:
-    """Model, config.json and limits. For a thread that ends, so that the engine's has the only team of OpenMP threads in the process.
+def load(options: argparse.Namespace) -> tuple[Any, dict[str, Any], Any]:
+    """Model, config.json and limits, made on a thread that ends, so that the engine's has the only team of OpenMP threads in the process.
 
     With a second team, idle or not, there are more threads than CPUs, and GNU OpenMP then lets all of them sleep between two operations
     instead of spinning: a step took half as long again (docs/LOG.md).
     """
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(_load, options).result()
+
+
+def _load(options: argparse.Namespace) -> tuple[Any, dict[str, Any], Any]:
     from areal_mega.serving.loader import load_weights
     from areal_mega.serving.model import Model
 

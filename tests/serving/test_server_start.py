@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from areal_mega.core.errors import UserError
-from areal_mega.serving.app import serve
+from areal_mega.serving.app import load, parser, serve
 from areal_mega.serving.loader import load_weights, stop_tokens
 
 
@@ -50,6 +51,22 @@ def test_flags_that_make_no_server(folder: Path) -> None:
     refuses("--max-total-tokens 100 holds no request of the context length 512", str(folder), "--max-total-tokens", "100")
     refuses("qwen3 has no experts", str(folder), "--enable-return-routed-experts")
     refuses("cannot listen on 203.0.113.1", str(folder), "--host", "203.0.113.1")
+
+
+def test_loading_leaves_no_threads_behind(folder: Path) -> None:
+    """Or the engine's own would no longer be all there are, and sleep between operations."""
+    had = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        before = len(list(Path("/proc/self/task").iterdir()))
+        model, _, _ = load(parser().parse_args(["--model-path", str(folder), "--dtype", "bfloat16"]))
+        end = time.monotonic() + 10
+        while len(list(Path("/proc/self/task").iterdir())) > before and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(list(Path("/proc/self/task").iterdir())) <= before
+        assert model.weights.digest()
+    finally:
+        torch.set_num_threads(had)
 
 
 def test_folders_that_hold_no_model(folder: Path, tmp_path: Path) -> None:
