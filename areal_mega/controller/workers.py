@@ -30,11 +30,15 @@ class Worker:
         self.submitting = asyncio.Lock()
         """Prompts are given to a worker and taken back from it one after the other."""
         self._client = client
-        self._gone = asyncio.Event()
+        self._lost = False
+        self._gone: asyncio.Future[None] | None = None
+        """Done when it is lost; every call waits for it too, so it is one for all of them."""
 
     def lose(self) -> None:
         """It is lost: every call ends now."""
-        self._gone.set()
+        self._lost = True
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
 
     async def call(self, method: str, *, timeout_s: float, **kwargs: Any) -> Any:
         """As `RpcClient.call`.
@@ -42,18 +46,20 @@ class Worker:
         Raises:
             WorkerGone: see there.
         """
+        if self._lost:
+            raise WorkerGone(self.peer)
+        gone = self._gone = self._gone or asyncio.get_running_loop().create_future()
         call = asyncio.ensure_future(self._client.call(method, timeout_s=timeout_s, **kwargs))
-        gone = asyncio.ensure_future(self._gone.wait())
         try:
             await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
             if call.done() and isinstance(call.exception(), PeerUnreachable):
                 # It may be dead, which is not known yet.
                 await asyncio.wait({gone}, timeout=NEWS_S)
         finally:
-            for each in (call, gone):
-                each.cancel()
-            await asyncio.gather(call, gone, return_exceptions=True)
-        if self._gone.is_set():
+            if not call.done():
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+        if self._lost:
             raise WorkerGone(self.peer)
         return call.result()
 

@@ -256,3 +256,24 @@ async def test_slurms_word_is_kept_apart_by_task_also_where_one_was_submitted_ag
         1: "90 RUNNING",
     }
     assert world.tasks.job(1) == "90_1" and world.tasks.job(2) is None
+
+
+class Word:
+    """Slurm's, on the task of the controller."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def tasks(self, jobs: Any) -> list[TaskState]:
+        return [state("77_0", self.name)]
+
+
+async def test_a_task_that_is_later_than_the_run_ends_as_the_run_did(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "LEASE_S", 0.0)
+    late: Any = world.agents[1]
+    await late._check_orphaned(Word("RUNNING"))
+    with pytest.raises(RunFailed, match="the run's controller is over"):
+        await late._check_orphaned(Word("FAILED"))
+    assert not world.serving[1].done()
+    await late._check_orphaned(Word("COMPLETED"))
+    await asyncio.wait_for(world.serving[1], 30)

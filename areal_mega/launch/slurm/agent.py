@@ -198,7 +198,11 @@ class Agent:
             return
         for state in states:
             if state.index == 0 and state.ended:
-                raise RunFailed(f"the run's controller is over ({state}); nothing is left to do here")
+                over = f"the run's controller is over ({state}); nothing is left to do here"
+                if state.state != "COMPLETED":
+                    raise RunFailed(over)
+                log.info("%s", over)  # this task was late, and the run was done without it
+                self._leave.set()
 
     def _collect(self) -> None:
         if self._launcher is None:
