@@ -1,5 +1,5 @@
 """Build and load ``kernels.cpp``: once per machine and source, by the C++ compiler that is there; without one the server computes with
-PyTorch alone, a third slower.
+PyTorch alone, at 0.5 to 0.8 of the speed.
 
 The library is kept in ``$XDG_CACHE_HOME/areal-mega`` (``~/.cache`` by default). It uses the OpenMP library that PyTorch has loaded:
 a second one would bring a second team of threads onto the same cores.
@@ -54,7 +54,7 @@ def choose(wanted: str) -> ctypes.CDLL | None:
     except Unavailable as error:
         if wanted == "native":
             raise UserError(f"--kernels native: {error}; install a C++ compiler, or use --kernels auto") from None
-        log.warning("kernels are not built, the server computes with PyTorch alone, a third slower: %s", error)
+        log.warning("kernels are not built, the server computes with PyTorch alone, at 0.5 to 0.8 of the speed: %s", error)
         return None
 
 
