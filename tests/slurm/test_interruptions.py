@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -30,10 +31,10 @@ GOING_ON: dict[str, Any] = {
     "algorithm": {"correction": "none"},
     "checkpoint": {"recover_every_steps": 1},
     "eval": {"at_start": False},
-    "launch": {"restarts": 3, "server_restarts": 0},
+    "launch": {"restarts": 3},
 }
 MOMENTS = {"generating": "rollout.episode", "syncing": "sync.sent", "committing": "recover.commit"}
-WHATS = ("requeue controller", "requeue rollout", "crash", "preempt", "limit", "signal rollout")
+WHATS = ("requeue controller", "requeue rollout", "cancel rollout", "crash", "limit", "signal rollout", "preempt")
 CASES = [
     (what, moment)
     for number, what in enumerate(WHATS)
@@ -78,26 +79,31 @@ def test_an_interrupted_run_goes_on_with_the_same_prompts(
         settings["partition"] = "low"
     if what == "limit":
         settings |= {"time": "60", "signal_s": 120}
-    run = launch(tmp_path, recipe(tmp_path, GOING_ON, **settings))
+    # One of two rollout tasks is cancelled: what is cancelled does not come back.
+    replicas = {"rollout": {"strategy": "embedded:d2"}} if what == "cancel rollout" else {}
+    run = launch(tmp_path, recipe(tmp_path, GOING_ON | replicas, **settings))
     runs.append(run)
     run.until(lambda: (run.run_dir / "recover/step-1/state.json").exists(), "a checkpoint")
     point, reached = points / MOMENTS[moment], points / f"{MOMENTS[moment]}.reached"
     point.touch()
     run.until(reached.exists, f"the moment: {moment}")
-    again = interrupt(run, what, slurm, runs)
+    interrupt(run, what, slurm, runs)
     reached.unlink()
-    states = run.until_ended()
-    assert [task.state for task in states] == ["COMPLETED"] * 2, run.explain()
-    assert again in run.output(0) + run.output(1), run.explain()
+    states = [task.state for task in run.until_ended()]
+    assert states == ["COMPLETED", *(["CANCELLED"] if what == "cancel rollout" else []), "COMPLETED"], run.explain()
+    # In another attempt, or in the same one with a replica that came back or is missing.
+    assert re.search("going on after step|is back, with weights|the run goes on without replica 0", run.output(0)), run.explain()
     assert trained(run) == undisturbed, run.explain()
     assert [record["step"] for record in run.steps()] == list(range(STEPS + 1))
 
 
-def interrupt(run: Submitted, what: str, slurm: SlurmLab | None, runs: list[Submitted]) -> str:
-    """Do it; returns when it has begun, with words that the run says of it."""
+def interrupt(run: Submitted, what: str, slurm: SlurmLab | None, runs: list[Submitted]) -> None:
+    """Do it; returns when it has begun."""
     job, rollout = run.jobs[0], run.tasks()[1]
     if what.startswith("requeue"):
         Slurm().requeue(f"{job}_{1 if what.endswith('rollout') else 0}")
+    elif what == "cancel rollout":
+        Slurm().cancel([f"{job}_1"])
     elif what.startswith("signal"):
         Slurm._run(["scancel", "--batch", "--signal=USR1", f"{job}_1"])
     elif what == "limit":
@@ -114,4 +120,3 @@ def interrupt(run: Submitted, what: str, slurm: SlurmLab | None, runs: list[Subm
         slurm.crash(rollout.nodes)
         time.sleep(2.0)
         slurm.boot(rollout.nodes)
-    return "going on after step"
