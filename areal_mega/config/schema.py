@@ -204,7 +204,7 @@ class WarmupSection(Section):
 class SyncSection(Section):
     transport: Literal["collective", "disk"] = leaf("collective", "Weights over the dedicated process group, or through a folder")
     bucket_mb: PositiveFloat = leaf(256.0, "Bytes broadcast at once", "MiB")
-    senders_per_stage: PositiveInt = leaf(8, "At most so many train ranks of one pipeline stage send, each its own experts", "ranks")
+    senders_per_stage: PositiveInt = leaf(2, "At most so many train ranks of one pipeline stage send, each its own experts", "ranks")
     pause: Literal["in_place", "retract", "abort", "drain"] = leaf("retract", "What becomes of running requests during a sync")
     timeout_s: PositiveFloat = leaf(600.0, "Deadline of every wait of one sync", "s")
     every_steps: PositiveInt = leaf(1, "Train steps between syncs", "steps")
