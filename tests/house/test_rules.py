@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,12 @@ def swallows(handler: ast.ExceptHandler) -> bool:
     raises = any(isinstance(node, ast.Raise) for node in inner)
     logs = any(isinstance(node, ast.Attribute) and node.attr in ("exception", "format_exc") for node in inner)
     return not (uses or raises or logs)
+
+
+def test_every_module_of_tests_has_a_name_of_its_own() -> None:
+    """They are imported by their bare names: of two that share one, the second cannot be collected."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert {name for name, count in names.items() if count > 1} <= {"conftest.py", "__init__.py"}
 
 
 def test_licence() -> None:
