@@ -67,6 +67,8 @@ def tidy(root: Path, keep: int | None, *, step: int) -> None:
     _link(root / "latest", found[-1][1])
     if best is not None:
         _link(root / "best", best)
+    else:
+        (root / "best").unlink(missing_ok=True)
     scheduled = [path for _, path, _ in found if _NAME.fullmatch(path.name)]
     for path in scheduled[:-keep] if keep is not None else ():
         if path not in (best, found[-1][1]):

@@ -54,3 +54,5 @@ def test_an_attempt_made_again_replaces_its_own(tmp_path: Path) -> None:
     export(tmp_path / "export", "step-1", 1, 0.5, keep=1)
     assert names(tmp_path / "export") == ["step-1", "step-2", "step-3"], "of later steps: not this attempt's to judge"
     assert (tmp_path / "export" / "latest").resolve().name == (tmp_path / "export" / "best").resolve().name == "step-1"
+    export(tmp_path / "export", "step-1", 1, None)
+    assert not (tmp_path / "export" / "best").is_symlink(), "none that this attempt evaluated"

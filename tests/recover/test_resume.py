@@ -70,7 +70,8 @@ def test_another_strategy_from_the_middle_on(tmp_path: Path, undisturbed: Finish
 
 
 def test_a_failed_run_leaves_a_page_with_the_command_that_goes_on(tmp_path: Path, undisturbed: Finished) -> None:
-    with started(tmp_path, CHANGES | {"launch": {"server_restarts": 0}}, "launch.restarts=1", **{ENV: str(tmp_path)}) as running:
+    settings = ["launch.restarts=1", "run.overwrite=true"]
+    with started(tmp_path, CHANGES | {"launch": {"server_restarts": 0}}, *settings, **{ENV: str(tmp_path)}) as running:
         for number in range(2):
             running.until(lambda n=number: len(list(running.run_dir.glob("rendezvous/*"))) > n, "an attempt")  # type: ignore[misc]
             running.hold("train.logged", tmp_path, lambda: os.kill(running.worker("train"), signal.SIGKILL))
