@@ -23,7 +23,8 @@ def describe_failure(recipe: Recipe, run_dir: Path, error: Exception, earlier: S
     """
     found = points(recover_folder(recipe, run_dir))
     saved = str(run_dir / "recipe.yaml")
-    words = ["areal-mega", *(["launch", saved, "--on", "slurm"] if on_slurm else ["train", saved]), "run.resume=true", "run.overwrite=false"]
+    begin = ["launch", saved, "--on", "slurm"] if on_slurm else ["train", saved]
+    words = ["areal-mega", *begin, "run.resume=true", "run.overwrite=false"]
     if found:
         state = f"Everything up to step {found[-1].step} of {recipe.run.steps} is saved in {found[-1].path}. To go on from there:"
     else:
