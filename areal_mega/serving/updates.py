@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal_mega.core import points
 from areal_mega.core.errors import UserError
 from areal_mega.serving.engine import Engine
 from areal_mega.serving.loader import Unchanged, check_same_arch, fill_from
@@ -179,6 +180,7 @@ class Updater:
             raise UpdateRefused(self._failure) from error
         self._engine.holding = True  # until the session ends: the rest of the weights is still of the old version
         self._came.update(bucket.names)
+        points.reach("sync.received")
         try:
             for name, tensor in zip(bucket.names, tensors, strict=False):
                 weights.load(name, tensor)
