@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 Filled = tuple[Bucket, "torch.Tensor"]
 """A bucket and its bytes."""
 
+_ALIGNED = 64
+"""Bytes: the second buffer lies behind the first one, and items of any dtype stand in it; a cache line is of so many, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
@@ -90,6 +93,7 @@ class WeightSender:
             return False
         # Of any choice of tensors, the largest bucket is no larger.
         largest = max(min(self._bucket_bytes, whole), *(bucket.nbytes for bucket in plan_buckets(self.specs, self._bucket_bytes)))
+        largest = -(-largest // _ALIGNED) * _ALIGNED
         gatherer = self._gatherer
         both = common_buffer(gatherer.transport, gatherer.rank, gatherer.root, gatherer.ranks, 2 * largest)
         if both is not None:
