@@ -107,12 +107,14 @@ class Weights:
             Those bytes; None, and nothing is changed, where a tensor comes in another dtype than it has here, or only a part of a fused
             parameter comes, or of the tensors that one of these lies among.
         """
+        fits = all(self.hf[name].dtype == dtype for name, dtype in zip(names, dtypes, strict=True))
+        if not fits:
+            return None  # even where they have memory: what comes is other bits, and must be cast
         if names in self._memory:
             return self._memory[names]
         keys = self._complete(names)
-        fits = all(self.hf[name].dtype == dtype for name, dtype in zip(names, dtypes, strict=True))
         left = {self._home[name] for name in names if name in self._home}
-        if keys is None or not fits or not {name for home in left for name in home} <= set(names):
+        if keys is None or not {name for home in left for name in home} <= set(names):
             return None
         for home in left:
             self._memory.pop(home, None)

@@ -72,6 +72,18 @@ def test_what_cannot_be_received_into_its_place(folders: tuple[Path, Path]) -> N
     assert receive(weights, (*first, *second, *third), source), "all of them, and others"
 
 
+def test_what_has_a_place_and_comes_in_another_dtype_is_cast(folders: tuple[Path, Path]) -> None:
+    weights, source = (Driven(folder).engine.model.weights for folder in folders)
+    names = next(buckets(weights, 3))
+    assert receive(weights, names, source)
+    assert weights.settle(names, [torch.bfloat16] * len(names)) is None
+    for name in names:
+        weights.load(name, source.hf[name].bfloat16())
+    weights.refresh(names)
+    assert all(torch.equal(weights.hf[name], source.hf[name].bfloat16().float()) for name in names)
+    assert receive(weights, names, source), "its place is still there"
+
+
 def test_memory_that_may_still_be_written_is_left(folders: tuple[Path, Path]) -> None:
     weights, source = (Driven(folder).engine.model.weights for folder in folders)
     names = next(buckets(weights, 3))
