@@ -6,15 +6,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
-from areal_mega.controller.calls import gather_all
-from areal_mega.controller.workers import NEWS_S, Worker, WorkerGone, follow, what_runs
+from areal_mega.controller.calls import Uncut, gather_all
+from areal_mega.controller.workers import NEWS_S, Wait, Worker, WorkerGone, follow, simply, what_runs
 from areal_mega.core.errors import DeadlineExceeded
 from areal_mega.core.types import Group, Prompt
 from areal_mega.data.stream import PromptStream
@@ -30,13 +30,6 @@ log = logging.getLogger(__name__)
 _POLL_S = 20.0
 _COLLECT = 256
 _LOOK_S = 0.05
-
-Wait = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
-
-
-async def simply(work: Coroutine[Any, Any, None]) -> None:
-    """Await ``work`` alone."""
-    await work
 
 
 class RolloutController:
@@ -64,6 +57,7 @@ class RolloutController:
         """Ranks whose server will not come back, while their worker is still there."""
         self._withdrawn_evals: set[int] = set()
         self._drains = False
+        self._pumps = Uncut()
         for rank, client in clients.items():
             self._add(rank, client)
 
@@ -369,7 +363,13 @@ class RolloutController:
         return bool(overdue)
 
     async def pump(self) -> None:
-        """Carry out what dispatch decides: submit what may start, release what nobody will want."""
+        """Carry out what dispatch decides: submit what may start, release what nobody will want.
+
+        To the end, whoever is cancelled in it: what dispatch takes for submitted would be known to no worker.
+        """
+        await self._pumps.do(self._pump())
+
+    async def _pump(self) -> None:
         shares: dict[str, dict[int, Prompt]] = {}
         for flight in self._dispatch.submissions(time.monotonic()):
             shares.setdefault(flight.replica, {})[flight.ticket] = flight.prompt

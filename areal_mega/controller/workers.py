@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 from areal_mega.rpc.client import PeerUnreachable, RpcClient
@@ -11,6 +11,13 @@ from areal_mega.rpc.client import PeerUnreachable, RpcClient
 _STATUS_S = 5.0
 NEWS_S = 60.0
 """Within this the death of a process is known that a failed call is the first sign of, on whatever machine it was."""
+
+Wait = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
+
+
+async def simply(work: Coroutine[Any, Any, None]) -> None:
+    """Await ``work`` alone."""
+    await work
 
 
 class WorkerGone(Exception):

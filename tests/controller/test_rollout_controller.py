@@ -592,6 +592,28 @@ async def test_a_prompt_on_its_way_to_a_server_that_goes_is_not_lost() -> None:
         assert sorted(prompt_ids(await wanted)) == ["p0", "p1"]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_is_submitted_arrives_though_whoever_asked_for_it_is_cancelled(fails: bool) -> None:
+    async with World(workers=2, batch=4, eta=0, overlapped=False) as world:
+        gates = [worker.submitting for worker in world.control._workers.values()]
+        for gate in gates:
+            await gate.acquire()
+        wanted = asyncio.create_task(batch_of(world))
+        await settle()
+        wanted.cancel()
+        await settle()
+        if fails:
+            world.workers[1].fault = UserError("it refuses")
+        for gate in gates:
+            gate.release()
+        await settle()
+        if fails:
+            with pytest.raises(UserError, match="it refuses"):
+                await batch_of(world)
+        else:
+            assert [len(worker.running) for worker in world.workers] == [2, 2]
+
+
 async def test_evaluation_goes_elsewhere_when_a_server_is_given_up() -> None:
     async with World(workers=2, batch=1, eta=0, overlapped=False) as world:
         first, second = world.workers
