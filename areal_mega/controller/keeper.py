@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from areal_mega.controller.absence import bound_absence
 from areal_mega.controller.health import Health
 from areal_mega.controller.replicas import Part, Replica
 from areal_mega.controller.rollout import RolloutController
@@ -40,12 +40,6 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 _NEWS_S = 10.0
 """Within this the death of a server is known that its worker met first."""
-_LOOK_S = 10.0
-"""How often Slurm's word is looked at while nobody is there."""
-_SAY_S = 60.0
-"""How often a wait says what it waits for."""
-_LOOKS = 3
-"""So often in a row Slurm says that no task will come by itself until that is believed: a requeued one may look ended for a moment."""
 
 
 class ReplicaKeeper:
@@ -107,7 +101,7 @@ class ReplicaKeeper:
             if not replica.started:
                 self._begin(replica.rank, "not there yet", for_good=False)
         besides = [asyncio.create_task(self._health.check(replica.rank)) for replica in self._replicas]
-        besides.append(asyncio.create_task(self._bound_absence()))
+        besides.append(asyncio.create_task(bound_absence(self._launcher, self._only_machines, queue_s=self._queue_s, say=self._say)))
         try:
             while True:
                 self._look()
@@ -223,7 +217,8 @@ class ReplicaKeeper:
         if "rollout" in parts:
             self._rollout.lose(rank)
         if rank in self._given_up:
-            self._begin(rank, self._states[rank], for_good=True)
+            if "rollout" in parts:
+                self._begin(rank, self._states[rank], for_good=True)
             return
         for_good = not away and self.restarts >= self._allowed
         others = len(self._replicas) - len(self._given_up | {rank})
@@ -240,7 +235,7 @@ class ReplicaKeeper:
             self._say(f"{what}; it is started again ({self.restarts} of {self._allowed})")
         for part in parts:
             self._replicas[rank].lost(part)
-        if "server" in parts or for_good:
+        if "server" in parts:
             self._sync.lose(rank)
         self._healthy.discard(rank)
         self._begin(rank, f"given up: {what}" if for_good else what, for_good=for_good)
@@ -260,12 +255,13 @@ class ReplicaKeeper:
         """No restart is left: what lives of ``rank`` is of no more use than what it holds."""
         if earlier is not None:
             await asyncio.wait({earlier})
-        replica = self._replicas[rank]
         if self._rollout.has(rank):
             await self._rollout.suspend(rank, deadline_s=self._deadline_s, for_good=True)
-        else:
-            await self._launcher.kill(replica.server_key)
-            await self._rollout.pump()
+            return
+        await self._rollout.pump()
+        await self._synced()
+        self._sync.lose(rank)
+        await self._launcher.kill(self._replicas[rank].server_key)
 
     async def _start(self, rank: int, earlier: asyncio.Task[None] | None) -> None:
         """Start what was lost of ``rank``. A further loss of it cancels this and begins it anew."""
@@ -280,14 +276,20 @@ class ReplicaKeeper:
             if not self._serving():
                 raise
             self._given_up.add(rank)
-            self._sync.lose(rank)
             self._rollout.lose(rank)
             why = f"given up, for it does not get ready: {str(error).splitlines()[0]}"
             self._say(f"replica {rank} is {why}")
             self._note(rank, why)
+            await self._rollout.pump()
+            await self._synced()
+            self._sync.lose(rank)
             for key in (self._replicas[rank].server_key, self._replicas[rank].worker_key):
                 await self._launcher.kill(key)
-            await self._rollout.pump()
+
+    async def _synced(self) -> None:
+        """Wait until no weights are under way: a server that is killed among others that get some would end the run."""
+        while self._syncing:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
 
     async def _bring_up(self, rank: int) -> None:
         replica = self._replicas[rank]
@@ -310,8 +312,7 @@ class ReplicaKeeper:
         await replica.meet_server(self._deadline_s)
         if not self._rollout.has(rank):
             await replica.meet_worker(self._deadline_s)
-        while self._syncing:  # noqa: ASYNC110 - until then nobody knows whether it got weights
-            await asyncio.sleep(_POLL_S)
+        await self._synced()  # until then nobody knows whether it got weights
         version = self._sync.acknowledged(rank)
         if version < 0:
             self._healthy.add(rank)
@@ -321,41 +322,15 @@ class ReplicaKeeper:
             self._note(rank, None)
             self._say(f"rollout rank {rank} is back; its server has weights of version {version}")
 
-    # --- with nobody there
+    # --- who is there
 
     def _serving(self) -> list[int]:
         """Ranks that have a server with weights, and a worker."""
         return [rank for rank in self._sync.members if self._rollout.has(rank)]
 
-    async def _bound_absence(self) -> None:
-        """While nobody is there and only machines could bring somebody, say so now and then, and end the wait in time.
-
-        Raises:
-            DeadlineExceeded, RunFailed: see ``watch``.
-        """
-        began = looked = said = -math.inf
-        looks = 0
-        while True:
-            await asyncio.sleep(_POLL_S)
-            if self._serving() or self._healthy or not self._away or len(self._starting) > len(self._away):
-                began = looked = said = -math.inf
-                looks = 0
-                continue
-            now = time.monotonic()
-            began = now if began == -math.inf else began
-            if now - looked < _LOOK_S:
-                continue
-            looked = now
-            absent = await self._launcher.absent()
-            what = "; ".join(machine.what for machine in absent)
-            looks = looks + 1 if absent and all(machine.over for machine in absent) else 0
-            if looks >= _LOOKS:
-                raise RunFailed(f"no replica is left, and none will come by itself: {what}")
-            if now - began > self._queue_s:
-                raise DeadlineExceeded(f"no replica came within launch.slurm.queue_timeout_s={self._queue_s:g} s: {what}")
-            if now - said >= _SAY_S:
-                said = now
-                self._say(f"no replica is there; the run waits, at most launch.slurm.queue_timeout_s={self._queue_s:g} s, for {what}")
+    def _only_machines(self) -> bool:
+        """Whether nobody is there, and nobody is being started: only machines could bring somebody."""
+        return bool(self._away) and not (self._serving() or self._healthy or len(self._starting) > len(self._away))
 
     # --- who is broken
 

@@ -476,6 +476,28 @@ async def test_without_restarts_left_a_worker_takes_its_server_along() -> None:
         await asyncio.wait_for(watch, 30)
 
 
+@pytest.mark.parametrize("why", ["no restart is left", "not ready in time"])
+async def test_a_server_is_given_up_after_the_sync_that_it_takes_part_in(why: str) -> None:
+    world = World(restarts=1)
+    watch = asyncio.create_task(world.keeper.watch())
+    if why == "no restart is left":
+        world.keeper.restarts = 1
+    else:
+
+        async def never(deadline_s: float) -> None:
+            raise DeadlineExceeded("its worker is not ready")
+
+        world.replicas[0].meet_worker = never  # type: ignore[method-assign]
+        world.heal[0].set()
+    with world.keeper.steady():
+        world.die(0, role="rollout")
+        await asyncio.sleep(0.3)
+        assert world.keeper._given_up == {0} and world.members == [0, 1] and ("kill", 0) not in world.events
+    await until(world, ("kill", 0))
+    assert world.members == [1] and world.events.index(("lose", 0)) < world.events.index(("kill", 0)) and not watch.done()
+    await ended(watch)
+
+
 async def test_a_machine_that_goes_is_waited_for_and_costs_no_restart() -> None:
     world = World(restarts=1)
     watch = asyncio.create_task(world.keeper.watch())
@@ -516,7 +538,7 @@ async def test_a_machine_that_is_late_joins() -> None:
 async def test_with_every_machine_gone_the_run_waits_and_ends_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, over: bool, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr("areal_mega.controller.keeper._LOOK_S", 0.05)
+    monkeypatch.setattr("areal_mega.controller.absence._LOOK_S", 0.05)
     world = World(restarts=1, queue_s=0.5)
     world.over = over
     watch = asyncio.create_task(world.keeper.watch())
