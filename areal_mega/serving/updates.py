@@ -166,23 +166,20 @@ class Updater:
         weights = self._engine.model.weights
         if bucket.abort_all:
             self._engine.abort(lambda _: True)
-        settled = weights.settle(bucket.names, [_WIRE[dtype] for dtype in bucket.dtypes]) if bucket.flat else None
-        tensors: Sequence[Tensor] = ()
         try:
-            if settled is not None:
-                self._broadcast(settled, bucket.group)  # into its place: nothing is left to copy
-            else:
-                tensors = self._receive_flat(bucket) if bucket.flat else self._receive_each(bucket)
-        except (RuntimeError, TimeoutError) as error:
+            came = self._arrive(bucket)
+        except BaseException as error:
+            self._fail(f"Failed to receive weights: {_first_line(error)}")
             weights.unsettle(bucket.names)
-            self._fail(f"Failed to receive weights: {str(error).strip().splitlines()[0]}")
+            if not isinstance(error, RuntimeError | TimeoutError):
+                raise
             log.exception("a bucket was not received")
             raise UpdateRefused(self._failure) from error
         self._engine.holding = True  # until the session ends: the rest of the weights is still of the old version
         self._came.update(bucket.names)
-        points.reach("sync.received")
         try:
-            for name, tensor in zip(bucket.names, tensors, strict=False):
+            points.reach("sync.received")
+            for name, tensor in came:
                 weights.load(name, tensor)
             weights.refresh(bucket.names)
         except BaseException as error:
@@ -193,6 +190,14 @@ class Updater:
         self._engine.weights_changed(bucket.version)
         self._flush(bucket.flush)
         return _done("Succeeded to update parameter online.", bucket.version)
+
+    def _arrive(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
+        """Receive a bucket; what of it must still be copied: nothing where it came into its place."""
+        weights = self._engine.model.weights
+        if bucket.flat and (place := weights.settle(bucket.names, [_WIRE[dtype] for dtype in bucket.dtypes])) is not None:
+            self._broadcast(place, bucket.group)
+            return []
+        return list(zip(bucket.names, self._receive_flat(bucket) if bucket.flat else self._receive_each(bucket), strict=True))
 
     def _receive_flat(self, bucket: Bucket) -> list[Tensor]:
         sizes = [_count(shape) * _WIRE[dtype].itemsize for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)]
@@ -267,6 +272,10 @@ def _as_tensor(raw: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
     if raw.storage_offset() % _WIRE[dtype].itemsize:
         raw = raw.clone()
     return raw.view(_WIRE[dtype]).view(shape)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _done(message: str, version: str | None) -> str:

@@ -105,7 +105,7 @@ class Weights:
 
         Returns:
             Those bytes; None, and nothing is changed, where a tensor comes in another dtype than it has here, or only a part of a fused
-            parameter comes, or of the tensors that one of these lies among.
+            parameter comes, or of the tensors that one of these lies among, or where one would begin within an item of its dtype.
         """
         fits = all(self.hf[name].dtype == dtype for name, dtype in zip(names, dtypes, strict=True))
         if not fits:
@@ -114,7 +114,7 @@ class Weights:
             return self._memory[names]
         keys = self._complete(names)
         left = {self._home[name] for name in names if name in self._home}
-        if keys is None or not {name for home in left for name in home} <= set(names):
+        if keys is None or not {name for home in left for name in home} <= set(names) or not self._aligned(keys):
             return None
         for home in left:
             self._memory.pop(home, None)
@@ -140,6 +140,15 @@ class Weights:
         self._home |= dict.fromkeys(names, names)
         self._memory[names] = memory
         return memory
+
+    def _aligned(self, keys: list[_Key]) -> bool:
+        """Whether every parameter, one behind the other, begins at a multiple of its item's size."""
+        start = 0
+        for key in keys:
+            if start % self._parameters[key].itemsize:
+                return False
+            start += self._parameters[key].nbytes
+        return True
 
     def _complete(self, names: tuple[str, ...]) -> list[_Key] | None:
         """The parameters of these tensors, if they are whole parameters in order."""

@@ -6,6 +6,7 @@ import itertools
 import shutil
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from engines import Driven, sequence
 from tiny_models import tiny_model
 
+from areal_mega.core import points
 from areal_mega.core.errors import RunFailed
 from areal_mega.serving.updates import Bucket, Updater, UpdateRefused
 
@@ -101,6 +103,30 @@ def test_an_error_nobody_thought_of_leaves_a_server_that_says_so(driven: Driven,
     with pytest.raises(ZeroDivisionError):
         updater.from_disk(str(model), "6", False, False)
     assert engine.holding and f"{model} could not be read to its end (ZeroDivisionError" in engine.broken and engine.version == "5"
+
+
+def test_a_place_that_could_not_be_made_leaves_a_server_that_says_so(
+    driven: Driven, updater: Updater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, names = driven.engine, ["model.norm.weight"]
+
+    def settle(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine.model.weights, "settle", settle)
+    updater.begin()
+    with pytest.raises(MemoryError):
+        updater.receive(replace(bucket(updater, driven, names, "4"), flat=True))
+    assert engine.holding and "Failed to receive weights: MemoryError" in engine.broken and engine.version == "0"
+
+
+def test_a_bucket_that_came_can_be_held_before_it_is_loaded(driven: Driven, updater: Updater, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[tuple[str, str]] = []
+    monkeypatch.setattr(points, "reach", lambda name: held.append((name, driven.engine.version)))
+    updater.begin()
+    for flat in (True, False):
+        updater.receive(replace(bucket(updater, driven, ["model.norm.weight"], "4"), flat=flat))
+    assert held == [("sync.received", "0"), ("sync.received", "4")]
 
 
 def test_files_that_cannot_be_opened_change_nothing(driven: Driven, updater: Updater, model: Path, tmp_path: Path) -> None:

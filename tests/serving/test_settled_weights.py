@@ -10,6 +10,8 @@ import torch
 from engines import Driven, sequence
 from tiny_models import tiny_model
 
+from areal_mega.models.table import HFTensor, Param, Replicated
+from areal_mega.serving.ops import Ops
 from areal_mega.serving.weights import Weights
 
 FAMILIES = ["qwen2", "qwen3_moe", "deepseek_v3"]
@@ -82,6 +84,19 @@ def test_what_has_a_place_and_comes_in_another_dtype_is_cast(folders: tuple[Path
     weights.refresh(names)
     assert all(torch.equal(weights.hf[name], source.hf[name].bfloat16().float()) for name in names)
     assert receive(weights, names, source), "its place is still there"
+
+
+def test_a_tensor_that_would_begin_within_an_item_gets_no_place() -> None:
+    params = [
+        Param(role="odd", mapping=Replicated(), hf=(HFTensor("odd", (3,)),), stage="first"),
+        Param(role="island", mapping=Replicated(), hf=(HFTensor("island", (2,)),), stage="last", fp32=True),
+    ]
+    weights = Weights(None, torch.bfloat16, params, Ops())  # type: ignore[arg-type]
+    before = {name: view.data_ptr() for name, view in weights.hf.items()}
+    dtypes = [torch.bfloat16, torch.float32]
+    assert weights.settle(("odd", "island"), dtypes) is None
+    assert before == {name: view.data_ptr() for name, view in weights.hf.items()}, "nothing was moved"
+    assert weights.settle(("island", "odd"), dtypes[::-1]) is not None
 
 
 def test_memory_that_may_still_be_written_is_left(folders: tuple[Path, Path]) -> None:
