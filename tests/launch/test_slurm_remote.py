@@ -19,6 +19,7 @@ from areal_mega.launch.slurm.jobs import TaskState
 from areal_mega.launch.slurm.meeting import ArrayTask, Meeting
 from areal_mega.launch.slurm.script import plan_of
 from areal_mega.launch.watching import Absent, MachineLost
+from areal_mega.rpc.client import PeerUnreachable
 
 TRAIN, SERVER = ("train", 0), ("server", 0)
 
@@ -228,6 +229,29 @@ async def test_a_run_begins_without_a_rollout_task_that_is_late(world: World, mo
     assert (await launcher.ports([("server", 1)]))["server", 1] > 0
     await launcher.close()
     await tasks.leave("")
+
+
+async def test_a_task_that_answers_no_more_is_not_here_and_one_that_is_not_needed_fails_no_beginning(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "_MOMENT_S", 0.5)
+    async with asyncio.timeout(30):
+        await world.tasks.gather(range(2), (), print)
+    await world.end(1)
+    launcher = remote.RemoteLauncher(world.run_dir, world.tasks, startup_timeout_s=60.0, needed=1)
+    await launcher.begin()  # it was here a moment ago
+    assert world.tasks.here == [0]
+    await launcher.close()
+    strict = remote.RemoteLauncher(world.run_dir, world.tasks, startup_timeout_s=60.0)
+    await strict.begin()
+    reached = asyncio.create_task(strict.reach(SERVER))
+    world.agent(1, token="another")
+    await asyncio.wait_for(reached, 30)
+    await strict.close()
+    await world.end(1)
+    with pytest.raises(PeerUnreachable):
+        await remote.RemoteLauncher(world.run_dir, world.tasks, startup_timeout_s=60.0).begin()
+    assert not await world.tasks.find(1) and world.tasks.here == [0]
 
 
 def state(task: str, name: str) -> TaskState:

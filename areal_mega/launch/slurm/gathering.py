@@ -158,7 +158,7 @@ class Tasks:
         self._agents.clear()
 
     async def find(self, task: int) -> bool:
-        """Whether a task's newest incarnation answers."""
+        """Whether a task's newest incarnation answers; one that was here and does not is not here any more."""
         presence = self._meeting.present().get(task)
         if presence is None or presence.incarnation in self._ended:
             return False
@@ -177,7 +177,14 @@ class Tasks:
             self._agents[task] = presence, client
         elif fresh:
             await client.close()
+        if known is not None and not here:
+            await self._forget(task, known)
         return here
+
+    async def _forget(self, task: int, known: tuple[Presence, RpcClient]) -> None:
+        if self._agents.get(task) is known:  # else it was lost meanwhile
+            del self._agents[task]
+            await known[1].close()
 
     def describe(self, task: int, states: Mapping[int, TaskState]) -> str:
         return f"task {task} ({self.plan.describe(task)}): {states.get(task, 'not seen in the queue')}"

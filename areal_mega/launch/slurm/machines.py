@@ -29,7 +29,8 @@ class SlurmTasks:
         plan = self._tasks.plan
         needed = plan.train_tasks if self._recipe.launch.server_restarts else plan.tasks
         await self._tasks.gather(range(needed), range(needed, plan.tasks), say)
-        self._launcher = RemoteLauncher(run_dir, self._tasks, startup_timeout_s=self._recipe.launch.startup_timeout_s)
+        startup_s = self._recipe.launch.startup_timeout_s
+        self._launcher = RemoteLauncher(run_dir, self._tasks, startup_timeout_s=startup_s, needed=needed)
         await self._launcher.begin()
         return self._launcher
 

@@ -25,6 +25,8 @@ from areal_mega.rpc.client import PeerUnreachable, RpcError
 
 log = logging.getLogger(__name__)
 
+_NOT_TAKEN = (PeerUnreachable, DeadlineExceeded, RpcError, MachineLost)
+"""How the take-over of a task fails that has gone since it answered."""
 _CALL_S = 30.0
 _EVENTS_S = 5.0
 _LOST_S = 20.0
@@ -36,10 +38,16 @@ _SETTLE_S = 10.0
 
 
 class RemoteLauncher:
-    """The processes of one attempt, on the tasks of a submission. Used as ``LocalLauncher`` is."""
+    """The processes of one attempt, on the tasks of a submission. Used as ``LocalLauncher`` is.
 
-    def __init__(self, run_dir: RunDir, tasks: Tasks, *, startup_timeout_s: float) -> None:
+    Args:
+        startup_timeout_s: a task is taken over within so long.
+        needed: the first so many tasks must be there at the beginning; none: all that are here.
+    """
+
+    def __init__(self, run_dir: RunDir, tasks: Tasks, *, startup_timeout_s: float, needed: int | None = None) -> None:
         self._run_dir, self._tasks, self._startup_timeout_s = run_dir, tasks, startup_timeout_s
+        self._needed = tasks.plan.tasks if needed is None else needed
         self._revivable: frozenset[Key] = frozenset()
         self._losses: list[tuple[Key, Exception]] = []
         self._failure: asyncio.Future[NoReturn] | None = None
@@ -48,11 +56,22 @@ class RemoteLauncher:
         self._stack = AsyncExitStack()
 
     async def begin(self) -> None:
-        """Take over the agents that are here for this attempt; what an earlier one left there is ended. Those that come later join."""
+        """Take over the agents that are here for this attempt; what an earlier one left there is ended. Those that come later join.
+
+        Raises:
+            PeerUnreachable, DeadlineExceeded, RpcError: one that is needed could not be taken over. Another is looked out for.
+        """
         self._failure = asyncio.get_running_loop().create_future()
         # Known of, even if nobody waits for it any more.
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())
-        await asyncio.gather(*(self._take_over(task) for task in self._tasks.here))
+        here = self._tasks.here
+        results = await asyncio.gather(*(self._take_over(task) for task in here), return_exceptions=True)
+        for task, error in zip(here, results, strict=True):
+            if isinstance(error, _NOT_TAKEN) and task >= self._needed:
+                log.warning("task %d was there, and could not be taken over: %s", task, error)
+                await self._tasks.lose(task, ends=False)
+            elif isinstance(error, BaseException):
+                raise error
         followers = [asyncio.create_task(self._follow(task)) for task in self._here]
         for follower in followers:
             follower.add_done_callback(self._check_follower)
@@ -149,7 +168,7 @@ class RemoteLauncher:
             await asyncio.sleep(_LOOK_S)
         try:
             await self._take_over(task)
-        except (PeerUnreachable, DeadlineExceeded, RpcError, MachineLost) as error:
+        except _NOT_TAKEN as error:
             log.warning("task %d was there, and could not be taken over: %s", task, error)
             await asyncio.sleep(_LOOK_S)
 
