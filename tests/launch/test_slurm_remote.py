@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from areal_mega.launch.slurm.jobs import TaskState
 from areal_mega.launch.slurm.meeting import ArrayTask, Meeting
 from areal_mega.launch.slurm.script import plan_of
 from areal_mega.launch.watching import Absent, MachineLost
-from areal_mega.rpc.client import PeerUnreachable
+from areal_mega.rpc.client import PeerUnreachable, RpcError
 
 TRAIN, SERVER = ("train", 0), ("server", 0)
 
@@ -197,6 +198,34 @@ async def test_a_task_that_says_that_it_leaves_is_lost_at_once_and_not_taken_for
     assert "task 1 was told to end" in str(losses[0][1]) and len(losses) == 2
     assert not world.serving[1].done() and not await world.tasks.find(1), "it still answers, and is not here"
     await launcher.close()
+
+
+async def test_a_limit_that_came_before_an_attempt_is_heard_in_it_and_in_no_further_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_EVENTS_S", 0.1)
+    raised: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    async with asyncio.timeout(30):
+        await world.tasks.gather(range(2), (), print)
+    world.agents[1]._on_limit()
+    world.agents[1]._tell(kind="died", role="server", rank=0, code=1)  # of an attempt before
+    for _ in range(2):
+        launcher = await world.launcher()
+        await asyncio.sleep(0.5)
+        launcher._raise_failure()
+        await launcher.close()
+    assert raised == [signal.SIGUSR1]
+
+
+async def test_a_task_that_is_told_to_end_while_it_waits_is_not_here(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "_LAST_WORDS_S", 5.0)
+    async with asyncio.timeout(30):
+        await world.tasks.gather(range(2), (), print)
+    world.agents[1]._on_term()
+    with pytest.raises(RpcError, match="task 1 was told to end"):
+        await remote.RemoteLauncher(world.run_dir, world.tasks, startup_timeout_s=60.0).begin()
+    assert not await world.tasks.find(1) and not world.serving[1].done()
 
 
 async def test_the_end_of_a_task_with_one_process_that_matters_ends_the_attempt(world: World) -> None:

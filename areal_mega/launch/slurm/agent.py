@@ -3,7 +3,8 @@
 It outlives attempts: when the controller begins a new one, what is left of the last is ended first. It keeps nothing that matters, so
 a task may die and come back at any moment; the controller sees another incarnation and starts what belongs there again.
 
-    events are numbered; ``events(seen, wait_s)`` returns those beyond ``seen``, and is the controller's sign of life as well:
+    events are numbered; ``events(seen, wait_s)`` returns those beyond ``seen``, and is the controller's sign of life as well. A new attempt
+    counts from 0: with what nobody has heard yet of the task itself, which may have waited for an attempt to begin.
       {"kind": "died", "role", "rank", "code"}    a process ended that should not have
       {"kind": "leaving", "why"}                                 the task is about to end: preemption, requeue, cancellation
       {"kind": "limit", "why"}                                   the task's time limit is near
@@ -56,6 +57,8 @@ class Agent:
         self._server = RpcServer(token, f"agent of task {task.task}")
         self._launcher: LocalLauncher | None = None
         self._events: list[dict[str, Any]] = []
+        self._seen = 0
+        """How many of them were heard, as the question for further ones says."""
         self._news = asyncio.Event()
         self._heard = time.monotonic()
         self._leave = asyncio.Event()
@@ -108,18 +111,30 @@ class Agent:
     # What the controller calls.
 
     async def hello(self) -> dict[str, Any]:
+        """Who this is.
+
+        Raises:
+            RunFailed: the task is about to end.
+        """
+        self._refuse_ending()
         self._heard = time.monotonic()
         return {"task": self._task.task, "incarnation": self._incarnation}
 
     async def begin(self, run_dir: str, attempt: str) -> None:
-        """A new attempt: end what is left of the last one, and start processes for this one from now on."""
+        """A new attempt: end what is left of the last one, and start processes for this one from now on.
+
+        Raises:
+            RunFailed: the task is about to end.
+        """
+        self._refuse_ending()
         self._heard = time.monotonic()
         await self._end_processes()
         launch = self._recipe.launch
         self._launcher = LocalLauncher(
             RunDir.open(Path(run_dir), attempt), startup_timeout_s=launch.startup_timeout_s, shutdown_timeout_s=launch.shutdown_timeout_s
         )
-        self._events = []
+        # The dead are those of the attempt before; a signal that came between two attempts concerns this one too.
+        self._events, self._seen = [event for event in self._events[self._seen :] if event["kind"] != "died"], 0
 
     async def start(self, specs: Sequence[Mapping[str, Any]]) -> None:
         """Start processes: ``role``, ``rank``, ``argv``, ``env``, ``cpus`` each."""
@@ -136,7 +151,7 @@ class Agent:
 
     async def events(self, seen: int, wait_s: float) -> list[dict[str, Any]]:
         """Events beyond the first ``seen``; returns empty after ``wait_s`` seconds without one."""
-        self._heard = time.monotonic()
+        self._heard, self._seen = time.monotonic(), seen
         deadline = self._heard + wait_s
         while len(self._events) <= seen and (left := deadline - time.monotonic()) > 0:
             self._news.clear()
@@ -203,6 +218,10 @@ class Agent:
                     raise RunFailed(over)
                 log.info("%s", over)  # this task was late, and the run was done without it
                 self._leave.set()
+
+    def _refuse_ending(self) -> None:
+        if self._ending:
+            raise RunFailed(f"task {self._task.task} was told to end")
 
     def _collect(self) -> None:
         if self._launcher is None:
