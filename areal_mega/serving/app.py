@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=int, default=30000, help="0: any free one, printed when ready")
     p.add_argument("--dtype", default="auto", help="bfloat16, float32, or auto: as config.json says")
-    p.add_argument("--kernels", default="auto", choices=["auto", "native", "torch"], help="native: built by the C++ compiler, or an error")
+    p.add_argument("--kernels", default="auto", choices=["auto", "native", "torch"], help="native: built by GCC, or an error")
     p.add_argument("--context-length", type=int, help="longest prompt plus answer; default: as config.json says")
     p.add_argument("--max-running-requests", type=int, default=256)
     p.add_argument("--max-total-tokens", type=int, help="limit of running requests x the longest one; default: a fifth of memory")

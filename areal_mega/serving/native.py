@@ -1,8 +1,9 @@
-"""Build and load ``kernels.cpp``: once per machine and source, by the C++ compiler that is there; without one the server computes with
-PyTorch alone, at 0.5 to 0.8 of the speed.
+"""Build and load ``kernels.cpp``: once per machine and source, by GCC; without it the server computes with PyTorch alone, at 0.5 to 0.8 of
+the speed.
 
-The library is kept in ``$XDG_CACHE_HOME/areal-mega`` (``~/.cache`` by default). It uses the OpenMP library that PyTorch has loaded:
-a second one would bring a second team of threads onto the same cores.
+The library is kept in ``$XDG_CACHE_HOME/areal-mega`` (``~/.cache`` by default), or, where that cannot be written, in a folder of this user
+alone under the system's temporary one. It uses the OpenMP library that PyTorch has loaded: a second one would bring a second team of
+threads onto the same cores. That is GCC's (libgomp), whose functions Clang does not call, or LLVM's or Intel's, which have GCC's, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -22,9 +24,9 @@ from areal_mega.core.errors import UserError
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_COMPILERS = ("c++", "g++", "clang++")
+_COMPILERS = ("c++", "g++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-math-errno", "-fno-trapping-math")
-_BUILD_S = 120.0
+_BUILD_S, _VERSION_S = 120.0, 30.0
 _SIGNATURES = {
     "add_norm": "pppfpiin",
     "silu_mul": "ppiin",
@@ -53,7 +55,7 @@ def choose(wanted: str) -> ctypes.CDLL | None:
         return load()
     except Unavailable as error:
         if wanted == "native":
-            raise UserError(f"--kernels native: {error}; install a C++ compiler, or use --kernels auto") from None
+            raise UserError(f"--kernels native: {error}; install g++, or use --kernels auto") from None
         log.warning("kernels are not built, the server computes with PyTorch alone, at 0.5 to 0.8 of the speed: %s", error)
         return None
 
@@ -63,23 +65,39 @@ def load() -> ctypes.CDLL:
     """The library, built if it is not there yet.
 
     Raises:
-        Unavailable: no compiler, or it fails.
+        Unavailable: no GCC, or it fails.
     """
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise Unavailable(f"no C++ compiler (looked for {', '.join(_COMPILERS)})")
+    compiler, version = _gcc()
     try:
-        return _declare(ctypes.CDLL(str(_built(compiler))))
+        return _declare(ctypes.CDLL(str(_built(compiler, version))))
     except OSError as error:
         raise Unavailable(f"the kernels could not be loaded: {error}") from error
 
 
-def _built(compiler: str) -> Path:
+def _gcc() -> tuple[str, str]:
+    """A C++ compiler, and what it says of its version."""
+    missed = []
+    for name in _COMPILERS:
+        if (found := shutil.which(name)) is None:
+            missed.append(f"no {name}")
+            continue
+        try:
+            version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False, timeout=_VERSION_S).stdout
+        except (OSError, subprocess.TimeoutExpired) as error:
+            missed.append(str(error))
+            continue
+        if "Free Software Foundation" in version:
+            return found, version
+        missed.append(f"{found} is not GCC")
+    raise Unavailable(f"no C++ compiler of GCC ({'; '.join(missed)})")
+
+
+def _built(compiler: str, version: str) -> Path:
     openmp = _openmp()
     command = [compiler, *_FLAGS]
     if platform.machine() == "x86_64":
         command.append("-mprefer-vector-width=512")
-    path = _cache() / f"kernels-{_key(command, openmp)}.so"
+    path = _place(f"kernels-{_key(command, version, openmp)}.so")
     if not path.exists():
         _build(command, openmp, path)
     return path
@@ -97,13 +115,32 @@ def _openmp() -> Path:
     raise Unavailable("PyTorch has loaded no OpenMP library (libgomp, libiomp5 or libomp)")
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal-mega"
+def _place(name: str) -> Path:
+    """Where the library is, or is to be made."""
+    try:
+        kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal-mega"
+        if (kept / name).exists():
+            return kept / name
+        kept.mkdir(parents=True, exist_ok=True)
+        if os.access(kept, os.W_OK | os.X_OK):
+            return kept / name
+        why = f"{kept} cannot be written"
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        why = str(error)
+    try:
+        own = Path(tempfile.gettempdir()) / f"areal-mega-{os.getuid()}"
+        own.mkdir(mode=0o700, exist_ok=True)
+        info = own.lstat()
+    except OSError as error:
+        raise Unavailable(f"there is no folder to keep the kernels in: {error}") from error
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise Unavailable(f"{own} is not a folder of this user alone: whoever else writes there could have their code run")
+    log.info("the kernels are kept in %s: %s", own, why)
+    return own / name
 
 
-def _key(command: list[str], openmp: Path) -> str:
+def _key(command: list[str], version: str, openmp: Path) -> str:
     """Another source, compiler, CPU or OpenMP library is another file: a home may be shared by unlike machines."""
-    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False, timeout=_BUILD_S).stdout
     cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))), "")
     parts = (SOURCE.read_text(), " ".join(command), version, platform.machine(), " ".join(sorted(cpu.split())), str(openmp))
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
@@ -116,14 +153,21 @@ def _build(command: list[str], openmp: Path, path: Path) -> None:
             made = Path(folder) / "kernels"
             for step in (
                 [*command, "-c", str(SOURCE), "-o", f"{made}.o"],
-                [command[0], "-shared", f"{made}.o", str(openmp), "-o", f"{made}.so"],
+                # A function that is nowhere is an error here, not when it is called.
+                [command[0], "-shared", "-Wl,-z,defs", f"{made}.o", str(openmp), "-o", f"{made}.so"],
             ):
                 done = subprocess.run(step, capture_output=True, text=True, check=False, timeout=_BUILD_S)
                 if done.returncode:
-                    raise Unavailable(f"{' '.join(step)} failed: {(done.stderr.strip() or 'no message').splitlines()[0]}")
+                    raise Unavailable(f"{' '.join(step)} failed: {_reason(done.stderr)}")
             os.replace(f"{made}.so", path)  # whole or not at all, whoever builds beside
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the kernels could not be built in {path.parent}: {error}") from error
+
+
+def _reason(message: str) -> str:
+    """The line that says it: linkers begin with where."""
+    lines = (message.strip() or "no message").splitlines()
+    return next((line for line in lines if "undefined reference" in line or "error:" in line), lines[0])
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

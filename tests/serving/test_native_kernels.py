@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -167,22 +171,77 @@ def test_without_a_compiler_pytorch_computes_and_says_so(
         with caplog.at_level(logging.WARNING):
             assert type(make_ops(native.choose("auto"), torch.float32)) is Ops
         assert "no C++ compiler" in caplog.text
-        with pytest.raises(UserError, match=r"--kernels native: no C.. compiler.*install a C.. compiler, or use --kernels auto"):
+        with pytest.raises(UserError, match=r"--kernels native: no C.. compiler.*install g.., or use --kernels auto"):
             native.choose("native")
     finally:
         native.load.cache_clear()
 
 
-def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'out of order' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+GCC = "#!/bin/sh\n[ $1 = --version ] && echo 'Copyright (C) Free Software Foundation' && exit 0\n"
+"""How one says that it is GCC."""
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder before all others in which programs are found; a cache and a temporary folder that are empty."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     native.load.cache_clear()
-    try:
-        with pytest.raises(native.Unavailable, match="failed: out of order"):
-            native.load()
-        assert not list((tmp_path / "cache" / "areal-mega").iterdir())
-    finally:
-        native.load.cache_clear()
+    yield folder
+    native.load.cache_clear()
+
+
+def test_a_compiler_that_fails_is_quoted(tools: Path, tmp_path: Path) -> None:
+    script(tools / "c++", GCC + "echo 'out of order' >&2\nexit 1\n")
+    with pytest.raises(native.Unavailable, match="failed: out of order"):
+        native.load()
+    assert not list((tmp_path / "cache" / "areal-mega").iterdir())
+
+
+def test_only_gcc_calls_the_openmp_of_pytorch(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tools / "c++", "#!/bin/sh\necho 'clang version 19.1.0'\n")
+    script(tools / "g++", GCC)
+    assert native._gcc()[0] == str(tools / "g++")
+    script(tools / "g++", "#!/bin/sh\nexec sleep 30\n")
+    monkeypatch.setattr(native, "_VERSION_S", 0.2)
+    with pytest.raises(native.Unavailable, match=r"no C\+\+ compiler of GCC \(.*/c\+\+ is not GCC; .*g\+\+.*timed out"):
+        native.load()
+
+
+def test_a_function_that_is_nowhere_fails_the_build(tools: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler here")
+    source = tmp_path / "kernels.cpp"
+    source.write_text('extern "C" void __kmpc_nothing(); extern "C" void add_norm_fp32() { __kmpc_nothing(); }')
+    monkeypatch.setattr(native, "SOURCE", source)
+    native.load.cache_clear()
+    with pytest.raises(native.Unavailable, match=r"failed: .*undefined reference to .__kmpc_nothing"):
+        native.load()
+
+
+def test_without_a_cache_the_kernels_are_kept_for_this_user_alone(tools: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert native._place("k.so") == tmp_path / "cache" / "areal-mega" / "k.so"
+    own = tmp_path / "temporary" / f"areal-mega-{os.getuid()}"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert native._place("k.so") == own / "k.so" and own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)
+    with pytest.raises(native.Unavailable, match="not a folder of this user alone"):
+        native._place("k.so")
+    own.chmod(0o700)
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert native._place("k.so") == own / "k.so"
