@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from areal_mega.controller.absence import bound_absence
+from areal_mega.controller.calls import gather_all
 from areal_mega.controller.health import Health
 from areal_mega.controller.replicas import Part, Replica
 from areal_mega.controller.rollout import RolloutController
@@ -92,7 +93,8 @@ class ReplicaKeeper:
 
         Raises:
             WorkerDied, UserError: the death of one that is not started again, and not given up.
-            DeadlineExceeded: one does not get ready and there is no other, or nobody comes for ``queue_s`` seconds.
+            DeadlineExceeded: one does not get ready and all others are given up, or nobody comes for ``queue_s`` seconds.
+            PeerUnreachable, RpcError, ServerFault: the same, where it lives and cannot be used.
             RunFailed: nobody is there, and nobody will come.
         """
         self._survive()
@@ -221,7 +223,7 @@ class ReplicaKeeper:
                 self._begin(rank, self._states[rank], for_good=True)
             return
         for_good = not away and self.restarts >= self._allowed
-        others = len(self._replicas) - len(self._given_up | {rank})
+        others = self._others(rank)
         if for_good and not (self._allowed and others):
             raise first
         what = str(first).partition("; its last lines")[0]
@@ -269,22 +271,36 @@ class ReplicaKeeper:
             await asyncio.wait({earlier})
         try:
             await self._bring_up(rank)
-        except (PeerUnreachable, RpcError, ServerFault, MachineLost):
+        except (PeerUnreachable, RpcError, ServerFault, MachineLost) as error:
             await asyncio.sleep(NEWS_S)  # what this process went along with is told of soon, and cancels this
-            raise
-        except DeadlineExceeded as error:
-            if not self._serving():
+            if not self._others(rank):
                 raise
-            self._given_up.add(rank)
-            self._rollout.lose(rank)
-            why = f"given up, for it does not get ready: {str(error).splitlines()[0]}"
-            self._say(f"replica {rank} is {why}")
-            self._note(rank, why)
-            await self._rollout.pump()
-            await self._synced()
-            self._sync.lose(rank)
-            for key in (self._replicas[rank].server_key, self._replicas[rank].worker_key):
-                await self._launcher.kill(key)
+            # It lives, and cannot be used.
+            self._say(f"replica {rank} is killed, for it does not get ready: {_first_line(error)}")
+            await self._kill(rank, spares_worker=isinstance(error, ServerFault) and self._rollout.has(rank))
+            await asyncio.sleep(NEWS_S)  # the death of what lived of it cancels this too
+            await self._drop(rank, error)
+        except DeadlineExceeded as error:
+            await self._drop(rank, error)
+
+    async def _drop(self, rank: int, error: Exception) -> None:
+        """Give up a replica that does not get ready, where there is another: one that serves, or may yet."""
+        if not self._others(rank):
+            raise error
+        self._given_up.add(rank)
+        why = f"given up, for it does not get ready: {_first_line(error)}"
+        self._say(f"replica {rank} is {why}")
+        self._note(rank, why)
+        self._rollout.lose(rank)
+        await self._rollout.pump()
+        await self._kill(rank)
+
+    async def _kill(self, rank: int, *, spares_worker: bool = False) -> None:
+        """End what lives of a replica, or its server alone: a worker has groups that are finished."""
+        await self._synced()
+        self._sync.lose(rank)
+        keys = [self._replicas[rank].server_key, self._replicas[rank].worker_key]
+        await gather_all(self._launcher.kill(key) for key in (keys[:1] if spares_worker else keys))
 
     async def _synced(self) -> None:
         """Wait until no weights are under way: a server that is killed among others that get some would end the run."""
@@ -328,6 +344,10 @@ class ReplicaKeeper:
         """Ranks that have a server with weights, and a worker."""
         return [rank for rank in self._sync.members if self._rollout.has(rank)]
 
+    def _others(self, rank: int) -> int:
+        """How many other replicas are not given up."""
+        return len(self._replicas) - len(self._given_up | {rank})
+
     def _only_machines(self) -> bool:
         """Whether nobody is there, and nobody is being started: only machines could bring somebody."""
         return bool(self._away) and not (self._serving() or self._healthy or len(self._starting) > len(self._away))
@@ -351,3 +371,7 @@ class ReplicaKeeper:
         elif rank not in self._given_up:
             self._states.pop(rank, None)
         self._show(self._states)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -11,6 +11,8 @@ import pytest
 from areal_mega.controller.keeper import ReplicaKeeper
 from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError, WorkerDied
 from areal_mega.launch.watching import Absent, MachineLost
+from areal_mega.rollout.inference import ServerFault
+from areal_mega.rpc.client import RpcError
 
 EVENTS = list[tuple[Any, ...]]
 
@@ -285,7 +287,7 @@ async def test_one_that_never_gets_healthy_ends_the_watch() -> None:
         raise DeadlineExceeded("not healthy")
 
     world.replicas[0].wait_healthy = never  # type: ignore[method-assign]
-    world.there.remove(1)  # and the other has no worker
+    world.keeper._given_up.add(1)
     world.die(0)
     with pytest.raises(DeadlineExceeded, match="not healthy"):
         await asyncio.wait_for(world.keeper.watch(), 30)
@@ -305,6 +307,61 @@ async def test_one_that_never_gets_healthy_is_given_up_where_another_serves() ->
     assert world.said[1] == "replica 0 is given up, for it does not get ready: not healthy" and world.states == {0: world.said[1][13:]}
     assert world.members == [1] and not watch.done()
     await ended(watch)
+
+
+async def test_one_that_never_gets_healthy_is_given_up_while_another_is_away() -> None:
+    world = World(restarts=1)
+
+    async def never(deadline_s: float) -> None:
+        raise DeadlineExceeded("not healthy")
+
+    world.replicas[0].wait_healthy = never  # type: ignore[method-assign]
+    watch = asyncio.create_task(world.keeper.watch())
+    await asyncio.sleep(0.1)
+    world.leave(1)
+    await until(world, ("lose worker", 1))
+    world.die(0)
+    await until(world, ("kill", 0), times=2)
+    await asyncio.sleep(0.2)
+    assert world.keeper._given_up == {0} and "replica 0 is given up, for it does not get ready: not healthy" in world.said
+    assert world.said[-1].startswith("no replica is there; the run waits") and not watch.done()
+    await ended(watch)
+
+
+@pytest.mark.parametrize(
+    "error", [ServerFault("server rank 0", "it reports no version"), RpcError(peer="w", method="connect", kind="X", message="m")]
+)
+async def test_one_that_lives_and_cannot_be_used_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr("areal_mega.controller.keeper.NEWS_S", 0.3)
+    world = World(restarts=4)
+    whole = world.replicas[0].meet_server
+
+    async def broken(deadline_s: float) -> None:
+        world.replicas[0].meet_server = whole  # type: ignore[method-assign]
+        raise error
+
+    world.replicas[0].meet_server = broken  # type: ignore[method-assign]
+    watch = asyncio.create_task(world.keeper.watch())
+    world.die(0)
+    await until(world, ("launch", 0), times=2)
+    world.heal[0].set()
+    await asyncio.wait_for(world.keeper.revived(), 30)
+    assert f"replica 0 is killed, for it does not get ready: {error}" in world.said and not watch.done()
+    await ended(watch)
+
+
+async def test_the_last_one_that_cannot_be_used_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_mega.controller.keeper.NEWS_S", 0.1)
+    world = World(restarts=4)
+    world.keeper._given_up.add(1)
+
+    async def broken(deadline_s: float) -> None:
+        raise ServerFault("server rank 0", "it reports no version")
+
+    world.replicas[0].meet_server = broken  # type: ignore[method-assign]
+    world.die(0)
+    with pytest.raises(ServerFault, match="no version"):
+        await asyncio.wait_for(world.keeper.watch(), 30)
 
 
 # --- servers that live and are broken
