@@ -11,8 +11,9 @@ A replica is an inference server and its rollout worker, on one machine. What be
 
 A server that was started is healthy at some time, and then waits for a moment when the trainer is idle, at which the run pushes weights
 over a group of the new membership. Only then does its worker generate. The trainer is never interrupted, and the weights that a server
-gets are never those of a half-made step. When no restart is left a replica is given up, and the run goes on with the others; with the
-last one it ends. With none there, and a machine still to come, it waits for so long as it would at the beginning.
+gets are never those of a half-made step. When no restart is left a replica is given up, and the run goes on with the others until its
+machine goes and another comes; with the last one it ends. With none there, and a machine still to come, it waits for so long as it would
+at the beginning.
 """
 
 from __future__ import annotations
@@ -218,7 +219,11 @@ class ReplicaKeeper:
         away = isinstance(first, MachineLost)
         if "rollout" in parts:
             self._rollout.lose(rank)
+        if away:
+            self._given_up.discard(rank)  # the machine that comes in its place is worth trying
         if rank in self._given_up:
+            for part in parts:
+                self._replicas[rank].lost(part)
             if "rollout" in parts:
                 self._begin(rank, self._states[rank], for_good=True)
             return

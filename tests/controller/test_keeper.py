@@ -575,6 +575,27 @@ async def test_a_machine_that_goes_is_waited_for_and_costs_no_restart() -> None:
     await ended(watch)
 
 
+async def test_a_replica_that_was_given_up_comes_back_with_another_machine() -> None:
+    world = World(restarts=1)
+    world.keeper.restarts = 1
+    watch = asyncio.create_task(world.keeper.watch())
+    world.die(1, role="rollout")
+    await until(world, ("kill", 1))
+    await asyncio.sleep(0.2)
+    assert world.keeper._given_up == {1} and world.replicas[1].missing == {"server", "rollout"}
+    world.leave(1)
+    await asyncio.sleep(0.2)
+    assert world.keeper._given_up == set() and world.states == {1: "task 1 was told to end"}
+    world.machines[1].set()
+    world.heal[1].set()
+    await asyncio.wait_for(world.keeper.revived(), 30)
+    assert world.keeper.admit() == (1,)
+    world.confirmed[1] = 6
+    await world.keeper.resume((1,), 6)
+    assert world.events[-1] == ("join", 1) and world.states == {}
+    await ended(watch)
+
+
 async def test_a_machine_that_is_late_joins() -> None:
     world = World(restarts=1)
     world.machines[1] = asyncio.Event()
