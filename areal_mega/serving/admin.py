@@ -58,12 +58,15 @@ class Admin:
         if not asked:
             raise malformed("buckets is empty")
         buckets = [_bucket(each, body, last=number == len(asked)) for number, each in enumerate(asked, 1)]
+        try:
+            # All, and at once: of a run nothing is received before its last bucket is known to be right, and while generation is not
+            # paused the update itself would wait for running requests.
+            for bucket in buckets:
+                self._updater.check(bucket)
+        except UpdateRefused as refusal:
+            raise BadRequest({"success": False, "message": str(refusal)}) from refusal
         message = ""
         for bucket in buckets:
-            try:
-                self._updater.check(bucket)  # at once: while generation is not paused, the update itself would wait for running requests
-            except UpdateRefused as refusal:
-                raise BadRequest({"success": False, "message": str(refusal)}) from refusal
             future = self._engine.call_exclusive(partial(self._updater.receive, bucket))
             message = await self._answered(asyncio.wrap_future(future))
         return _success(message)
@@ -144,15 +147,22 @@ class Admin:
         return [web.post(path, handler) for path, handler in post.items()]
 
 
-def _bucket(asked: dict[str, Any], body: dict[str, Any], *, last: bool) -> Bucket:
+def _bucket(asked: Any, body: dict[str, Any], *, last: bool) -> Bucket:
+    if not isinstance(asked, dict):
+        raise malformed(f"buckets: each must be a JSON object, got {asked!r}")
     names, dtypes, shapes = _need(asked, "names", list), _need(asked, "dtypes", list), _need(asked, "shapes", list)
     if not len(names) == len(dtypes) == len(shapes):
         raise malformed(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not match")
+    group = asked.get("group_name", "weight_update_group")
+    if not all(type(name) is str for name in (*names, group)):
+        raise malformed("names and group_name must be strings")
+    if not all(type(shape) is list and all(type(size) is int for size in shape) for shape in shapes):
+        raise malformed("shapes must be lists of integers")
     return Bucket(
         names=tuple(names),
         dtypes=tuple(str(d).removeprefix("torch.") for d in dtypes),
-        shapes=tuple(tuple(int(n) for n in shape) for shape in shapes),
-        group=asked.get("group_name", "weight_update_group"),
+        shapes=tuple(tuple(shape) for shape in shapes),
+        group=group,
         flat=body.get("load_format") is not None,
         version=body.get("weight_version") if last else None,
         flush=last and body.get("flush_cache", True),

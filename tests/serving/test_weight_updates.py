@@ -215,6 +215,29 @@ async def test_a_wrong_request_is_refused_before_anything_is_received(url: str) 
             await client.destroy_group("nope")
 
 
+async def test_a_run_with_one_wrong_bucket_is_refused_before_anything_is_received(url: str) -> None:
+    async with joined(url) as (client, _, name):
+        before = await client.digests()
+        right = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": name}
+        await client.begin_update()
+        for wrong, message in [
+            ({**right, "names": ["model.nrom.weight"]}, "no parameter of this qwen3_moe model"),
+            ({**right, "shapes": [[63]]}, r"shape \[63\], the model has \[64\]"),
+            ({**right, "dtypes": ["float7"]}, "dtype float7"),
+            ("model.norm.weight", "each must be a JSON object"),
+            (None, "each must be a JSON object"),
+            ({**right, "names": [["model.norm.weight"]]}, "must be strings"),
+            ({**right, "shapes": [64]}, "must be lists of integers"),
+        ]:
+            body = {"buckets": [right, wrong], "load_format": "flattened_bucket", "weight_version": "61"}
+            with pytest.raises(ServerFault, match=message):
+                await client._transport.request("POST", "/update_weights_from_distributed", body)
+        await client.end_update()  # nobody sent anything: the first bucket would have been waited for in vain
+        assert await client.digests() == before
+        [generation] = await client.generate([GenerateRequest(input_ids=(5,), max_new_tokens=1)])
+        assert len(generation.output_ids) == 1
+
+
 async def test_a_trainer_that_dies_leaves_a_server_that_says_so_and_heals(url: str, model: Path) -> None:
     async with joined(url) as (client, group, name):
         await client.begin_update()
