@@ -61,6 +61,8 @@ class RolloutWorker:
         self._meter = DecodeMeter()
         self._workflows: dict[Purpose, Workflow] = {}
         self._client: InferenceServer | None = None
+        self._base_url = ""
+        self._connecting = asyncio.Lock()
         self._executor: Executor | None = None
         self._gate: Gate | None = None
         self._suspensions = 0
@@ -85,16 +87,32 @@ class RolloutWorker:
     async def connect(self, base_url: str, deadline_s: float) -> dict[str, Any]:
         """Use the inference server at ``base_url`` once it is healthy; returns what it can do.
 
+        May be called again, with the same server: the caller's start of this replica was cut, or failed, before it had the answer.
+
         Raises:
             DeadlineExceeded: it is not healthy after ``deadline_s`` seconds.
         """
+        async with self._connecting:
+            client = await self._client_of(base_url)
+            await client.wait_healthy(deadline_s)
+            capabilities = await client.probe()
+            if self._executor is None:
+                self.use(Patient(client))
+            return asdict(capabilities)
+
+    async def _client_of(self, base_url: str) -> InferenceServer:
+        """The client that is there, or another in its place where it is of another server that was never used."""
+        before = self._client
+        if before is not None and self._base_url == base_url:
+            return before
+        assert self._executor is None, f"the worker is connected to {self._base_url} already"
         rollout = self._recipe.rollout
         engine = parse(rollout.strategy).engine
-        self._client = client_for(engine, base_url, timeout_s=rollout.request_timeout_s, retries=rollout.request_retries)
-        await self._client.wait_healthy(deadline_s)
-        capabilities = await self._client.probe()
-        self.use(Patient(self._client))
-        return asdict(capabilities)
+        client = client_for(engine, base_url, timeout_s=rollout.request_timeout_s, retries=rollout.request_retries)
+        self._client, self._base_url = client, base_url
+        if before is not None:
+            await before.close()
+        return client
 
     async def suspend(self) -> None:
         """The server is gone: what ran on it waits for ``withdraw`` or ``resume``, nothing of it is lost or reported as failed."""

@@ -20,6 +20,7 @@ from areal_mega.config.schema import Recipe
 from areal_mega.core.errors import DeadlineExceeded, UserError
 from areal_mega.core.types import Group, sampling_seed
 from areal_mega.rollout.client import InferenceClient
+from areal_mega.rollout.inference import Capabilities, ServerFault
 from areal_mega.rollout.results import EpisodeResult
 from areal_mega.rollout.worker import RolloutWorker, settings_for
 from areal_mega.rpc.client import RpcClient
@@ -350,6 +351,58 @@ async def test_the_same_seed_gives_the_same_group(model_folder: Path) -> None:
                 groups.append([[a["input_ids"].tolist() for a in await fetch(client, g)] for g in found if g is not None])
     assert groups[0] == groups[1]
     assert sampling_seed(7, "p0", 0, 0) != sampling_seed(7, "p1", 0, 0)
+
+
+class Lame:
+    """A server's client: its server fails the first probe."""
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url, self.closed, self.probes = base_url, False, 0
+
+    async def wait_healthy(self, deadline_s: float) -> None:
+        await asyncio.sleep(0)
+
+    async def probe(self) -> Capabilities:
+        self.probes += 1
+        await asyncio.sleep(0)
+        if self.probes == 1:
+            raise ServerFault(self.base_url, "it reports no version")
+        return Capabilities(
+            engine="embedded",
+            version="1",
+            weight_version="0",
+            max_context=None,
+            update_sessions=True,
+            version_spans=True,
+            hf_digests=None,
+            routed_experts=False,
+        )
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_worker_may_be_told_again_to_connect(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Lame] = []
+
+    def client_for(engine: str, base_url: str, **_: Any) -> Lame:
+        made.append(Lame(base_url))
+        return made[-1]
+
+    monkeypatch.setattr("areal_mega.rollout.worker.client_for", client_for)
+    async with serving(recipe(tokenizer_folder)) as (worker, client):
+        with pytest.raises(RpcError, match="it reports no version"):
+            await client.call("connect", base_url="http://a", deadline_s=5.0, timeout_s=CALL_S)
+        with pytest.raises(RpcError, match="it reports no version"):
+            await client.call("connect", base_url="http://b", deadline_s=5.0, timeout_s=CALL_S)
+        assert [lame.closed for lame in made] == [True, False]
+        calls = [client.call("connect", base_url="http://b", deadline_s=5.0, timeout_s=CALL_S) for _ in range(2)]
+        first, second = await asyncio.gather(*calls)
+        executor = worker._executor
+        assert first == second and executor is not None
+        await client.call("connect", base_url="http://b", deadline_s=5.0, timeout_s=CALL_S)
+        assert worker._executor is executor and len(made) == 2
+    assert made[1].closed
 
 
 async def test_a_server_that_is_not_there_is_named(tokenizer_folder: Path) -> None:
