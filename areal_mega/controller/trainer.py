@@ -142,7 +142,7 @@ class Trainer:
         """Run to the end, over as many failures as ``launch.restarts`` allows."""
         assert self._run_dir is not None
         recipe = cluster.recipe
-        why, earlier = "interrupted", list[str]()
+        why, goes_on, earlier = "interrupted", True, list[str]()
         (self._run_dir.path / PAGE).unlink(missing_ok=True)  # of a failure that this run goes on after
         try:
             self._stop_on_signal(observer)
@@ -150,7 +150,7 @@ class Trainer:
                 stream = PromptStream(rows, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
                 try:
                     result = await self._run(cluster, stream, prompts, observer, resumed)
-                    why = ""
+                    why, goes_on = "", False
                     return result
                 except (RunFailed, DeadlineExceeded) as error:
                     if not restarts_left or isinstance(error, Stopped):
@@ -166,12 +166,12 @@ class Trainer:
                     self._run_dir.next_attempt(recipe)
             raise AssertionError("the last attempt returns or raises")
         except Exception as error:
-            why = _first_line(error)
-            if not isinstance(error, Stopped):
+            why, goes_on = _first_line(error), isinstance(error, Stopped)
+            if not goes_on:
                 self._leave_page(recipe, error, earlier, observer)
             raise
         finally:
-            await cluster.machines.close(why)
+            await cluster.machines.close(why, goes_on=goes_on)
 
     def _leave_page(self, recipe: Recipe, error: Exception, earlier: list[str], observer: Observer) -> None:
         assert self._run_dir is not None

@@ -78,8 +78,8 @@ class Machines(Protocol):
     async def ports(self, keys: Sequence[Key]) -> dict[Key, int]:
         """A free port for each process, on its machine."""
 
-    async def close(self, why: str) -> None:
-        """The run is over; ``why`` is empty where all went well."""
+    async def close(self, why: str, *, goes_on: bool) -> None:
+        """The run is over; ``why`` is empty where all went well. ``goes_on``: it was stopped, and may go on with the same machines."""
 
 
 class ThisMachine:
@@ -113,7 +113,7 @@ class ThisMachine:
     async def ports(self, keys: Sequence[Key]) -> dict[Key, int]:
         return dict(zip(keys, free_ports(self._launch.host, len(keys)), strict=True))
 
-    async def close(self, why: str) -> None:
+    async def close(self, why: str, *, goes_on: bool) -> None:
         return None
 
 

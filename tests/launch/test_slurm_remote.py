@@ -17,6 +17,7 @@ from areal_mega.launch.rundir import RunDir
 from areal_mega.launch.slurm import agent, gathering, remote
 from areal_mega.launch.slurm.agent import Agent
 from areal_mega.launch.slurm.jobs import TaskState
+from areal_mega.launch.slurm.machines import SlurmTasks
 from areal_mega.launch.slurm.meeting import ArrayTask, Meeting
 from areal_mega.launch.slurm.script import plan_of
 from areal_mega.launch.watching import Absent, MachineLost
@@ -309,6 +310,22 @@ async def test_slurms_word_is_kept_apart_by_task_also_where_one_was_submitted_ag
         1: "90 RUNNING",
     }
     assert world.tasks.job(1) == "90_1" and world.tasks.job(2) is None
+
+
+@pytest.mark.parametrize(("why", "goes_on", "requeue", "cancels"), [
+    ("", False, True, True), ("it broke", False, True, True), ("time limit", True, True, False), ("time limit", True, False, True),
+])  # fmt: skip
+async def test_what_still_waits_is_cancelled_unless_the_run_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch, why: str, goes_on: bool, requeue: bool, cancels: bool
+) -> None:
+    cancelled: list[Any] = []
+    slurm = world.tasks._slurm
+    monkeypatch.setattr(slurm, "tasks", lambda jobs, *, fresh=False: [state("77_0", "RUNNING"), state("77_1", "PENDING")])
+    monkeypatch.setattr(slurm, "cancel", cancelled.extend)
+    section = world.recipe.launch.slurm.model_copy(update={"requeue": requeue})
+    recipe = world.recipe.model_copy(update={"launch": world.recipe.launch.model_copy(update={"slurm": section})})
+    await SlurmTasks(recipe, world.tasks).close(why, goes_on=goes_on)
+    assert cancelled == (["77_1"] if cancels else [])
 
 
 class Word:

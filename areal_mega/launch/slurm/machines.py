@@ -44,7 +44,8 @@ class SlurmTasks:
         assert self._launcher is not None, "ports before launcher"
         return await self._launcher.ports(keys)
 
-    async def close(self, why: str) -> None:
-        if not why:
+    async def close(self, why: str, *, goes_on: bool) -> None:
+        # One that starts when the run has ended would hold its devices for nothing.
+        if not (goes_on and self._recipe.launch.slurm.requeue):
             await self._tasks.cancel_waiting()
         await self._tasks.leave(why)
