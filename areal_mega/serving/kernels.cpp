@@ -1,6 +1,6 @@
 // Kernels of the embedded server, for any CPU; products of bf16 where the CPU multiplies them (AVX512-BF16).
 //
-// Built and called by native.py. Plain pointers in, nothing allocated for the caller, no error possible: what callers must keep is
+// Built by native.py, called by ops.py. Plain pointers in, nothing allocated for the caller, no error possible: what callers must keep is
 // asserted there. Arithmetic is in fp32, results are rounded once. A row's result never depends on the other rows of a call.
 
 #include <atomic>

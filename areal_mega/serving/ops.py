@@ -33,7 +33,7 @@ class Ops:
 
 
 class Kernels(Ops):
-    """By the built library, for one dtype. Tensors must be dense; those made here are."""
+    """By the built library, for one dtype. It takes addresses and checks nothing: whatever it is given goes through ``_at``."""
 
     name = "native"
     native = True
@@ -43,18 +43,20 @@ class Kernels(Ops):
         self._add_norm, self._silu_mul, self._place, self._attend, self._draw = (
             getattr(library, f"{name}_{kind}") for name in ("add_norm", "silu_mul", "place", "attend", "draw")
         )
-        self._library, self._threads = library, torch.get_num_threads()
+        self._library, self._threads, self._dtype = library, torch.get_num_threads(), dtype
         self.multiplies = dtype == torch.bfloat16 and native.multiplies(library)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(x)
-        added = None if delta is None else delta.data_ptr()
-        self._add_norm(x.data_ptr(), added, weight.data_ptr(), eps, out.data_ptr(), len(x), x.shape[1], self._threads)
+        (t, n), own = x.shape, self._dtype
+        out = x.new_empty(t, n)
+        added = None if delta is None else _at(delta, own, t, n)
+        self._add_norm(_at(x, own, t, n), added, _at(weight, own, n), eps, out.data_ptr(), t, n, self._threads)
         return out
 
     def silu_mul(self, both: Tensor) -> Tensor:
-        out = both.new_empty(len(both), both.shape[1] // 2)
-        self._silu_mul(both.data_ptr(), out.data_ptr(), len(both), out.shape[1], self._threads)
+        t, n = len(both), both.shape[1] // 2
+        out = both.new_empty(t, n)
+        self._silu_mul(_at(both, self._dtype, t, 2 * n), out.data_ptr(), t, n, self._threads)
         return out
 
     def place(
@@ -83,14 +85,14 @@ class Kernels(Ops):
         Returns:
             queries [t, heads, dim].
         """
-        _, kv, capacity, dim = keys.shape
-        assert dim <= 1024 and qkv.shape[1] == (heads + 2 * kv) * dim and keys.shape == values.shape
-        q = qkv.new_empty(len(qkv), heads, dim)
-        pointers = [t.data_ptr() for t in (cos, sin, positions, rows)]
-        weight = None if norm is None else norm.data_ptr()
-        sizes = (len(qkv), heads, kv, dim, cos.shape[-1])
-        targets = [t.data_ptr() for t in (q, keys, values)]
-        self._place(qkv.data_ptr(), weight, eps, *pointers, *sizes, *targets, capacity, self._threads)
+        (t, _), (slots, kv, capacity, dim), rotary, own = qkv.shape, keys.shape, cos.shape[-1], self._dtype
+        assert dim <= 1024 and rotary % 2 == 0 and rotary <= dim
+        q = qkv.new_empty(t, heads, dim)
+        source = _at(qkv, own, t, (heads + 2 * kv) * dim)
+        weight = None if norm is None else _at(norm, own, heads + kv, dim)
+        pointers = (_at(cos, own, t, 1, rotary), _at(sin, own, t, 1, rotary), _at(positions, torch.int64, t), _at(rows, torch.int64, t))
+        targets = (q.data_ptr(), _at(keys, own, slots, kv, capacity, dim), _at(values, own, slots, kv, capacity, dim))
+        self._place(source, weight, eps, *pointers, t, heads, kv, dim, rotary, *targets, capacity, self._threads)
         return q
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor, scale: float) -> Tensor:
@@ -104,12 +106,14 @@ class Kernels(Ops):
         Returns:
             [t, heads * value_dim]
         """
-        t, heads, key_dim = q.shape
-        kv, capacity, value_dim = values.shape[1:]
+        (t, heads, key_dim), (slots, kv, capacity, value_dim), own = q.shape, values.shape, self._dtype
+        step = values.stride(2)
+        assert heads % kv == 0 and values.dtype == own and values.stride() == (kv * capacity * step, capacity * step, step, 1)
         out = q.new_empty(t, heads * value_dim)
-        pointers = [tensor.data_ptr() for tensor in (q, keys, values, rows, positions)]
-        sizes = (t, kv, heads // kv, key_dim, value_dim, values.stride(2), capacity)
-        self._attend(*pointers, *sizes, scale, out.data_ptr(), self._threads)
+        pointers = (_at(q, own, t, heads, key_dim), _at(keys, own, slots, kv, capacity, key_dim), values.data_ptr())
+        tokens = (_at(rows, torch.int64, t), _at(positions, torch.int64, t))
+        sizes = (t, kv, heads // kv, key_dim, value_dim, step, capacity)
+        self._attend(*pointers, *tokens, *sizes, scale, out.data_ptr(), self._threads)
         return out
 
     def draw(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +126,7 @@ class Kernels(Ops):
         """
         rows, vocab = logits.shape
         tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-        pointers = [t.data_ptr() for t in (logits, temperature, uniform)]
+        pointers = (_at(logits, self._dtype, rows, vocab), _at(temperature, torch.float32, rows), _at(uniform, torch.float64, rows))
         self._draw(*pointers, rows, vocab, tokens.data_ptr(), logprobs.data_ptr(), self._threads)
         return tokens, logprobs
 
@@ -134,8 +138,9 @@ class Kernels(Ops):
     def pack(self, weight: Tensor, into: Tensor | None) -> Tensor:
         """``weight`` [out, in] as panels of 48 outputs; ``into`` is the result for another weight of that shape, reused."""
         outputs, inputs = weight.shape
-        packed = torch.empty(_panels(outputs) * inputs, dtype=weight.dtype) if into is None else into
-        self._library.pack(weight.data_ptr(), outputs, inputs, packed.data_ptr(), self._threads)
+        size, own = _panels(outputs) * inputs, self._dtype
+        packed = torch.empty(size, dtype=own) if into is None else into
+        self._library.pack(_at(weight, own, outputs, inputs), outputs, inputs, _at(packed, own, size), self._threads)
         return packed
 
     @staticmethod
@@ -144,10 +149,11 @@ class Kernels(Ops):
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """``x W^T + b`` [rows, outputs] for dense x [rows, inputs]; bias as ``pack_bias`` makes it."""
-        rows, inputs = x.shape
+        (rows, inputs), own, panels = x.shape, self._dtype, _panels(outputs)
         out = x.new_empty(rows, outputs)
-        added = None if bias is None else bias.data_ptr()
-        self._library.linear(x.data_ptr(), rows, packed.data_ptr(), added, outputs, inputs, out.data_ptr(), self._threads)
+        added = None if bias is None else _at(bias, torch.float32, panels)
+        weight = _at(packed, own, panels * inputs)
+        self._library.linear(_at(x, own, rows, inputs), rows, weight, added, outputs, inputs, out.data_ptr(), self._threads)
         return out
 
     def experts(self, x: Tensor, weight_tk: Tensor, chosen_tk: Tensor, up: Tensor, down: Tensor, width: int) -> Tensor:
@@ -159,17 +165,26 @@ class Kernels(Ops):
             chosen_tk: int64 [t, k].
             up, down: int64 [experts], addresses of packed weights [2 width, hidden] and [hidden, width].
         """
-        (t, hidden), k, count = x.shape, chosen_tk.shape[1], chosen_tk.numel()
-        chosen_tk, weight_tk = chosen_tk.contiguous(), weight_tk.contiguous()
-        token, place, ends = (torch.empty(n, dtype=torch.int64) for n in (count, count, len(up)))
+        (t, hidden), k, count, experts = x.shape, chosen_tk.shape[1], chosen_tk.numel(), len(up)
+        chosen_tk, weight_tk = chosen_tk.contiguous(), weight_tk.contiguous()  # named: they must live until the end
+        chosen, by = _at(chosen_tk, torch.int64, t, k), _at(weight_tk, torch.float32, t, k)
+        token, place, ends = (torch.empty(n, dtype=torch.int64) for n in (count, count, experts))
         at = [i.data_ptr() for i in (token, place, ends)]
-        self._library.sort_choices(chosen_tk.data_ptr(), count, k, len(up), *at)
+        self._library.sort_choices(chosen, count, k, experts, *at)
         both, product = x.new_empty(count, 2 * width), self._library.product
-        product(x.data_ptr(), at[0], at[2], len(up), up.data_ptr(), None, 2 * width, hidden, both.data_ptr(), self._threads)
+        first, second = _at(up, torch.int64, experts), _at(down, torch.int64, experts)
+        source = _at(x, self._dtype, t, hidden)
+        product(source, at[0], at[2], experts, first, None, 2 * width, hidden, both.data_ptr(), self._threads)
         inner, outer, out = self.silu_mul(both), x.new_empty(count, hidden), x.new_empty(t, hidden)
-        product(inner.data_ptr(), None, at[2], len(up), down.data_ptr(), None, hidden, width, outer.data_ptr(), self._threads)
-        self._library.combine(outer.data_ptr(), at[1], weight_tk.data_ptr(), t, k, hidden, out.data_ptr(), self._threads)
+        product(inner.data_ptr(), None, at[2], experts, second, None, hidden, width, outer.data_ptr(), self._threads)
+        self._library.combine(outer.data_ptr(), at[1], by, t, k, hidden, out.data_ptr(), self._threads)
         return out
+
+
+def _at(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
+    """The address of a dense tensor; what a kernel would read otherwise is not its caller's."""
+    assert tensor.is_contiguous() and tensor.dtype == dtype and tensor.shape == shape, f"{tensor.dtype} {tuple(tensor.shape)}"
+    return tensor.data_ptr()
 
 
 def _panels(outputs: int) -> int:

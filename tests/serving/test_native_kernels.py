@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +175,29 @@ def test_without_a_compiler_pytorch_computes_and_says_so(
             native.choose("native")
     finally:
         native.load.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda x: x.double(), lambda x: x.t().contiguous().t(), lambda x: x[:, :-2], lambda x: x[:-1]],
+    ids=["dtype", "layout", "width", "length"],
+)
+def test_what_a_kernel_would_misread_does_not_reach_it(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    ops, x = kernels(torch.float32), random(4, 8)
+    with pytest.raises(AssertionError):
+        ops.add_norm(x, wrong(random(4, 8)), torch.ones(8), 1e-6)
+
+
+def test_nothing_is_read_from_a_cache_of_another_form() -> None:
+    ops = kernels(torch.float32)
+    keys, slots, turn = torch.zeros(2, 1, 4, 8), torch.zeros(4, dtype=torch.int64), random(4, 1, 8)
+    with pytest.raises(AssertionError):
+        ops.attend(random(4, 2, 8), keys, keys, slots[:3], slots, 1.0)
+    with pytest.raises(AssertionError):
+        ops.attend(random(4, 2, 8), keys.transpose(2, 3).contiguous().transpose(2, 3), keys, slots, slots, 1.0)
+    place = {"positions": slots, "rows": slots.int(), "keys": keys, "values": keys}
+    with pytest.raises(AssertionError):
+        ops.place(random(4, 32), heads=2, norm=None, eps=0.0, cos=turn, sin=turn, **place)
 
 
 GCC = "#!/bin/sh\n[ $1 = --version ] && echo 'Copyright (C) Free Software Foundation' && exit 0\n"
