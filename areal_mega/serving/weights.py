@@ -1,7 +1,7 @@
 """The server's parameters, made from the trainer's parameter table: fused for speed, addressed by HuggingFace names.
 
-Every HF tensor is a view into a parameter. Loading a tensor is one copy, a digest reads the views, and what is derived from parameters
-(packed layouts) is made again after every load.
+Every HF tensor is a view into a parameter. Loading a tensor is one copy, or none where a bucket is received into its place; a digest reads
+the views. What is derived from parameters is made again by ``refresh``; packed layouts by the first product after it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Weights:
         return self._parameters[layer, expert, role]
 
     def linear(self, role: str, layer: int | None = None, expert: int | None = None) -> Linear:
-        """The product with ``role.weight`` and, where there is one, ``role.bias``; packed anew after every ``refresh``."""
+        """The product with ``role.weight`` and, where there is one, ``role.bias``; packed anew by the first product after a ``refresh``."""
         bias = self.get(f"{role}.bias", layer, expert)
         made = Linear(self.need(f"{role}.weight", layer, expert), bias, self.ops)
         self.derive(made.changed, f"{role}.weight", layer, expert)
