@@ -100,6 +100,10 @@ class Recovery:
         every = self._section.recover_every_steps
         return bool(every) and step % every == 0
 
+    def has(self, step: int) -> bool:
+        """Whether there is a whole checkpoint after train step ``step``."""
+        return any(point.step == step for point in points(self._folder))
+
     async def save(self, step: int) -> None:
         """Begin a checkpoint after train step ``step``; waits first for one that is still being written.
 

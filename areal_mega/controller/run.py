@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from areal_mega.algorithms.registry import Algorithm
 from areal_mega.config.schema import Recipe
@@ -79,13 +79,21 @@ class Run:
         self._poisoned_seen = 0
         self.first_step = 0
         """Train steps done before this attempt."""
-        self.stop_asked = False
-        """Set from outside: save after the step under way, and end."""
+        self._stop = asyncio.Event()
         self._resumed = resumed
         self._trained = LineLog(run_dir / TRAINED_FILE)
         self.recovery = Recovery(
             train, recipe.checkpoint, recover_folder(recipe, run_dir), self._state, timeout_s=recipe.launch.rpc_timeout_s
         )
+
+    @property
+    def stop_asked(self) -> bool:
+        """Set from outside: save after the step under way, or before it where its groups are still waited for, and end."""
+        return self._stop.is_set()
+
+    @stop_asked.setter
+    def stop_asked(self, asked: bool) -> None:
+        (self._stop.set if asked else self._stop.clear)()
 
     async def begin(self) -> None:
         """Supervised warm-up, the first weight sync (version 0), and the evaluation before the first step (logged as step 0)."""
@@ -179,15 +187,29 @@ class Run:
         self._histograms |= await self.rollout.drain_decode()
         self._log(done)
         await points.reached("step.logged")
-        if self.recovery.due(done) or (self.stop_asked and not last):
+        stops = self.stop_asked and not last
+        if self.recovery.due(done) or stops:
             await self.recovery.save(done)
-        if last or self.stop_asked:
-            await self.recovery.finish()
-            if saved := m.results(merge(await self.recovery.drain())):  # no step's line is to come
-                self.observer.note(f"last recover checkpoint: {', '.join(f'{name} {value:.4g}' for name, value in saved.items())}")
-        if self.stop_asked and not last:
-            raise Stopped(f"ended after step {done} as asked, with everything saved; run.resume=true goes on")
+        if stops:
+            await self._end_as_asked(done)
+        if last:
+            await self._finish_saving()
         self._metrics += await self.recovery.drain()
+
+    async def _end_as_asked(self, done: int) -> NoReturn:
+        """Between two steps, ``done`` of them done: end with a checkpoint of now."""
+        await self._finish_saving()
+        if not done:
+            raise Stopped("ended before the first step as asked, with nothing to save; run.resume=true begins again")
+        if not self.recovery.has(done):
+            await self.recovery.save(done)
+            await self._finish_saving()
+        raise Stopped(f"ended after step {done} as asked, with everything saved; run.resume=true goes on")
+
+    async def _finish_saving(self) -> None:
+        await self.recovery.finish()
+        if saved := m.results(merge(await self.recovery.drain())):  # no step's line is to come
+            self.observer.note(f"last recover checkpoint: {', '.join(f'{name} {value:.4g}' for name, value in saved.items())}")
 
     async def _restore(self, point: RecoverPoint) -> None:
         """Go on from a checkpoint: weights and optimizer on the train ranks, everything else here."""
@@ -256,16 +278,23 @@ class Run:
         await self.rollout.set_version(self.version, step=step, scheduled=False)
 
     async def _or_catch_up(self, arrival: Coroutine[Any, Any, None], step: int) -> None:
-        """Await ``arrival``, or end that wait for a server that comes back: never beside it, for a batch is of one version."""
-        task, revived = asyncio.ensure_future(arrival), asyncio.ensure_future(self.replicas.revived())
+        """Await ``arrival``, or end that wait for a server that comes back: never beside it, for a batch is of one version.
+
+        Raises:
+            Stopped: the run was asked to end, which may be long before another step is: with no replica there nothing arrives.
+        """
+        task = asyncio.ensure_future(arrival)
+        news = asyncio.ensure_future(self.replicas.revived()), asyncio.ensure_future(self._stop.wait())
         try:
-            await asyncio.wait({task, revived}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, *news}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for each in (task, revived):
+            for each in (task, *news):
                 each.cancel()
-            await asyncio.gather(task, revived, return_exceptions=True)
+            await asyncio.gather(task, *news, return_exceptions=True)
         if not task.cancelled():
             return task.result()
+        if self.stop_asked:
+            await self._end_as_asked(step)
         await self._catch_up(step)
 
     async def _through_restarts[T](self, work: Coroutine[Any, Any, T], step: int) -> T:

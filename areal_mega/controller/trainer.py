@@ -199,13 +199,13 @@ class Trainer:
         }
 
     def _stop_on_signal(self, observer: Observer) -> None:
-        """SIGUSR1, which a cluster sends before it ends a job: save after the step under way, and end. Only where signals can be had."""
+        """SIGUSR1, which a cluster sends before it ends a job: save between two steps, and end. Only where signals can be had."""
 
         def ask() -> None:
             self._stop_asked = True
             if self._run_now is not None:
                 self._run_now.stop_asked = True
-            observer.note("SIGUSR1: saving and ending after the step under way")
+            observer.note("SIGUSR1: saving and ending after the step under way, or before it where it waits for groups")
 
         if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, ask)  # removed when the loop is closed

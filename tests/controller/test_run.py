@@ -12,7 +12,7 @@ import pytest
 from fake_workers import World, settle
 
 from areal_mega.algorithms.registry import algorithm_of
-from areal_mega.controller.recover import RecoverPoint
+from areal_mega.controller.recover import RecoverPoint, Stopped
 from areal_mega.controller.run import Run
 from areal_mega.controller.train import NotLoaded
 from areal_mega.core import metrics as m
@@ -131,6 +131,41 @@ async def test_who_dies_just_before_a_sync_is_waited_for(tmp_path: Path) -> None
         cast.keeper.dying = 1
         await asyncio.wait_for(cast.run._push(), 20)
         assert cast.sync.pushed == [0] and cast.sync.members == [0]
+
+
+class Saved:
+    """Checkpoints by their steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = list(steps)
+
+    def has(self, step: int) -> bool:
+        return step in self.steps
+
+    async def save(self, step: int) -> None:
+        assert step not in self.steps, "saved twice"
+        self.steps.append(step)
+
+    async def finish(self) -> None: ...
+
+    async def drain(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize(("done", "before", "after"), [(3, (2,), [2, 3]), (3, (3,), [3]), (0, (), [])])
+async def test_a_run_that_waits_for_groups_ends_as_soon_as_it_is_asked(
+    tmp_path: Path, done: int, before: tuple[int, ...], after: list[int]
+) -> None:
+    async with World(batch=2, eta=0) as world:
+        cast = Cast(world, tmp_path)
+        saved: Any = Saved(*before)
+        cast.run.recovery = saved
+        wanted = asyncio.create_task(cast.run.rollout_batch(done))
+        await settle()
+        cast.run.stop_asked = True
+        with pytest.raises(Stopped, match=f"after step {done}" if done else "before the first step"):
+            await asyncio.wait_for(wanted, 20)
+        assert saved.steps == after and cast.run.stop_asked
 
 
 async def test_the_first_step_after_a_resume_is_measured_alone(tmp_path: Path) -> None:
