@@ -1,5 +1,5 @@
-"""Build and load ``kernels.cpp``: once per machine and source, by GCC; without it the server computes with PyTorch alone, at 0.5 to 0.8 of
-the speed.
+"""Build and load ``kernels.cpp`` and ``products.cpp``: once per machine and source, by GCC; without it the server computes with PyTorch
+alone, at 0.5 to 0.8 of the speed.
 
 The library is kept in ``$XDG_CACHE_HOME/areal-mega`` (``~/.cache`` by default), or, where that cannot be written, in a folder of this user
 alone under the system's temporary one. It uses the OpenMP library that PyTorch has loaded: a second one would bring a second team of
@@ -23,7 +23,7 @@ from pathlib import Path
 from areal_mega.core.errors import UserError
 
 log = logging.getLogger(__name__)
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.h", "kernels.cpp", "products.cpp"))
 _COMPILERS = ("c++", "g++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-exceptions", "-fno-math-errno", "-fno-trapping-math")
 _BUILD_S, _VERSION_S = 120.0, 30.0
@@ -142,7 +142,14 @@ def _place(name: str) -> Path:
 def _key(command: list[str], version: str, openmp: Path) -> str:
     """Another source, compiler, CPU or OpenMP library is another file: a home may be shared by unlike machines."""
     cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))), "")
-    parts = (SOURCE.read_text(), " ".join(command), version, platform.machine(), " ".join(sorted(cpu.split())), str(openmp))
+    parts = (
+        *(source.read_text() for source in SOURCES),
+        " ".join(command),
+        version,
+        platform.machine(),
+        " ".join(sorted(cpu.split())),
+        str(openmp),
+    )
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
 
@@ -150,16 +157,17 @@ def _build(command: list[str], openmp: Path, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / "kernels"
+            made = Path(folder) / "kernels.so"
+            parts = {str(source): f"{folder}/{source.stem}.o" for source in SOURCES if source.suffix == ".cpp"}
             for step in (
-                [*command, "-c", str(SOURCE), "-o", f"{made}.o"],
+                *([*command, "-c", source, "-o", part] for source, part in parts.items()),
                 # A function that is nowhere is an error here, not when it is called.
-                [command[0], "-shared", "-Wl,-z,defs", f"{made}.o", str(openmp), "-o", f"{made}.so"],
+                [command[0], "-shared", "-Wl,-z,defs", *parts.values(), str(openmp), "-o", str(made)],
             ):
                 done = subprocess.run(step, capture_output=True, text=True, check=False, timeout=_BUILD_S)
                 if done.returncode:
                     raise Unavailable(f"{' '.join(step)} failed: {_reason(done.stderr)}")
-            os.replace(f"{made}.so", path)  # whole or not at all, whoever builds beside
+            os.replace(made, path)  # whole or not at all, whoever builds beside
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the kernels could not be built in {path.parent}: {error}") from error
 

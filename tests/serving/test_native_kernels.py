@@ -245,7 +245,7 @@ def test_a_function_that_is_nowhere_fails_the_build(tools: Path, monkeypatch: py
         pytest.skip("no C++ compiler here")
     source = tmp_path / "kernels.cpp"
     source.write_text('extern "C" void __kmpc_nothing(); extern "C" void add_norm_fp32() { __kmpc_nothing(); }')
-    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setattr(native, "SOURCES", (source,))
     native.load.cache_clear()
     with pytest.raises(native.Unavailable, match=r"failed: .*undefined reference to .__kmpc_nothing"):
         native.load()
