@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -90,7 +90,8 @@ class Cluster:
             await launcher.launch(specs)
             run = await launcher.supervise(self._connect(stack, run_dir, replicas, stream, valid, observer, resumed))
             observer.note(f"{len(specs)} processes ready after {time.perf_counter() - clock:.0f} s; logs: {run_dir.path / 'logs'}")
-            self._listener = asyncio.create_task(_for_ever(run.rollout.listen(), run.replicas.watch()))
+            last_words = _save_before(launcher.leaving, run, observer.note)
+            self._listener = asyncio.create_task(_for_ever(run.rollout.listen(), run.replicas.watch(), last_words))
             stack.push_async_callback(_end, self._listener)
             stack.push_async_callback(run.recovery.close)
             yield run
@@ -246,6 +247,14 @@ def _make_model(recipe: Recipe, run_dir: RunDir) -> None:
     from areal_mega.models.random_init import make_random_model
 
     make_random_model(recipe.model.path, run_dir.model_path(recipe), recipe.run.seed)
+
+
+async def _save_before(leaving: asyncio.Event, run: Run, say: Callable[[str], None]) -> None:
+    """Have the run save and end when a machine that it cannot do without is about to go."""
+    await leaving.wait()
+    say("a task with train ranks was told to end: saving before it does, if a step ends in time")
+    run.stop_asked = True
+    await asyncio.Future()
 
 
 async def _for_ever(*works: Coroutine[Any, Any, None]) -> None:

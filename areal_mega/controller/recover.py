@@ -39,6 +39,10 @@ class Stopped(RunFailed):
     """The run was asked to end, and has saved everything."""
 
 
+class Terminated(RunFailed):
+    """SIGTERM has ended the run: with everything saved, if the time was enough for it. Whoever sent it decides whether it begins again."""
+
+
 @dataclass(frozen=True)
 class RecoverPoint:
     """A complete recover checkpoint."""

@@ -24,7 +24,7 @@ from areal_mega.config.schema import DatasetSection, Recipe
 from areal_mega.controller.cluster import Cluster
 from areal_mega.controller.failure import PAGE, describe_failure
 from areal_mega.controller.loops import overlapped_loop, plain_loop
-from areal_mega.controller.recover import RecoverPoint, Stopped, points, recover_folder
+from areal_mega.controller.recover import RecoverPoint, Stopped, Terminated, points, recover_folder
 from areal_mega.controller.result import TrainResult
 from areal_mega.controller.run import TRAINED_FILE, Run
 from areal_mega.core.errors import DeadlineExceeded, RunFailed, UserError
@@ -73,7 +73,7 @@ class Trainer:
         self._provenance, self._machines = provenance, machines
         self._run_dir: RunDir | None = None
         self._run_now: Run | None = None
-        self._stop_asked = False
+        self._stop_asked = self._terminated = False
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +153,7 @@ class Trainer:
                     why, goes_on = "", False
                     return result
                 except (RunFailed, DeadlineExceeded) as error:
-                    if not restarts_left or isinstance(error, Stopped):
+                    if not restarts_left or isinstance(error, Stopped) or self._terminated:
                         raise
                     # On a thread: the file system may be slow, and agents of other machines are being listened to.
                     resumed = await asyncio.to_thread(rewind, recipe, self._run_dir.path)
@@ -167,11 +167,15 @@ class Trainer:
             raise AssertionError("the last attempt returns or raises")
         except Exception as error:
             why, goes_on = _first_line(error), isinstance(error, Stopped)
+            if self._terminated:
+                raise Terminated(f"SIGTERM: {why}") from error
             if not goes_on:
                 self._leave_page(recipe, error, earlier, observer)
             raise
         finally:
-            await cluster.machines.close(why, goes_on=goes_on)
+            # The tasks of a cluster are not told that it is over: they wait for this one to come back, or are told to end as it was.
+            if self._machines is None or not self._terminated:
+                await cluster.machines.close(why, goes_on=goes_on)
 
     def _leave_page(self, recipe: Recipe, error: Exception, earlier: list[str], observer: Observer) -> None:
         assert self._run_dir is not None
@@ -189,7 +193,10 @@ class Trainer:
         async with cluster.running(self._run_dir, stream, prompts, observer, resumed) as run:
             self._run_now, run.stop_asked = run, self._stop_asked
             loop = overlapped_loop if run.recipe.run.overlap else plain_loop
-            await cluster.supervise(loop(run))
+            try:
+                await cluster.supervise(loop(run))
+            finally:
+                self._run_now = None
         return {
             "run_dir": self._run_dir.path,
             "steps": run.recipe.run.steps,
@@ -199,16 +206,27 @@ class Trainer:
         }
 
     def _stop_on_signal(self, observer: Observer) -> None:
-        """SIGUSR1, which a cluster sends before it ends a job: save between two steps, and end. Only where signals can be had."""
+        """SIGUSR1, which a cluster sends before it ends a job, and SIGTERM: save between two steps, and end. Where signals can be had."""
 
-        def ask() -> None:
+        def ask(name: str) -> None:
             self._stop_asked = True
             if self._run_now is not None:
                 self._run_now.stop_asked = True
-            observer.note("SIGUSR1: saving and ending after the step under way, or before it where it waits for groups")
+            observer.note(f"{name}: saving and ending after the step under way, or before it where it waits for groups")
+
+        def terminate() -> None:
+            if self._run_now is None or (self._terminated and self._machines is None):
+                # Nothing to save, or asked for the second time: end as if nobody listened. (A cluster may send it again and again.)
+                loop.remove_signal_handler(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
+            elif not self._terminated:
+                self._terminated = True
+                ask("SIGTERM")
 
         if threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, ask)  # removed when the loop is closed
+            loop = asyncio.get_running_loop()  # its handlers are removed when it is closed
+            loop.add_signal_handler(signal.SIGUSR1, ask, "SIGUSR1")
+            loop.add_signal_handler(signal.SIGTERM, terminate)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # one that came before is delivered now
 
 

@@ -60,6 +60,8 @@ class LocalLauncher:
 
     def __init__(self, run_dir: RunDir, *, startup_timeout_s: float, shutdown_timeout_s: float) -> None:
         self._run_dir = run_dir
+        self.leaving = asyncio.Event()
+        """Never set: this machine's end is the controller's own."""
         self._startup_timeout_s, self._shutdown_timeout_s = startup_timeout_s, shutdown_timeout_s
         self._marker = secrets.token_hex(8)
         self._children: dict[Key, subprocess.Popen[bytes]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,9 @@ from areal_mega.rpc.wire import listen_socket
 
 class Launcher(Protocol):
     """The processes of one attempt."""
+
+    leaving: asyncio.Event
+    """Set when a machine that the attempt cannot do without was told to end: there are moments to save in, then the attempt fails."""
 
     async def launch(self, specs: Iterable[ProcessSpec]) -> None:
         """Start processes; returns before they are ready. A process that has ended may be started again under its key."""

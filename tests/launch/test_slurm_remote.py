@@ -145,6 +145,43 @@ async def test_a_stranger_at_an_agents_address_is_a_lost_task(world: World) -> N
     await launcher.close()
 
 
+@pytest.mark.parametrize("work", ["saves", "is late"])
+async def test_before_a_train_task_ends_the_work_may_end(world: World, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    """Then its end is the reason, at once; where the work is late, after the time that there is. The agent leaves when it is done with."""
+    monkeypatch.setattr(remote, "SAVE_S", 30.0 if work == "saves" else 0.5)
+    launcher = await world.launcher()
+    await launcher.launch([spec(SLEEP, *TRAIN), spec(SLEEP, *SERVER)])
+    ended: list[str] = []
+
+    async def step() -> None:
+        await launcher.leaving.wait()
+        if work == "is late":
+            await asyncio.sleep(60)
+        ended.append("saved")
+        raise RunFailed("ended as asked")
+
+    running = asyncio.create_task(launcher.supervise(step()))
+    await asyncio.sleep(0.2)
+    assert not launcher.leaving.is_set()
+    world.agents[0]._on_term()
+    with pytest.raises(RunFailed, match=r"task 0 was told to end .*: controller, train rank 0"):
+        await asyncio.wait_for(running, 20)
+    assert ended == (["saved"] if work == "saves" else []) and not world.serving[0].done()
+    await launcher.close()
+    await asyncio.wait_for(world.serving.pop(0), 20)
+
+
+async def test_a_train_rank_that_dies_while_its_task_ends_is_no_news(world: World) -> None:
+    launcher = await world.launcher()
+    await launcher.launch([spec(SLEEP, *TRAIN), spec(SLEEP, *SERVER)])
+    world.agents[0]._on_term()
+    await asyncio.wait_for(launcher.leaving.wait(), 20)
+    await launcher.kill(TRAIN)
+    with pytest.raises(RunFailed, match="task 0 was told to end"):
+        await run(launcher)
+    await launcher.close()
+
+
 # --- tasks whose end the run survives
 
 

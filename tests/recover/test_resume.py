@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,43 @@ def test_another_strategy_from_the_middle_on(tmp_path: Path, undisturbed: Finish
         assert mine["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-5, abs=1e-6)
         for name in ("train/grad_norm", "policy/entropy"):  # on-policy losses are almost 0
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5), name
+
+
+def test_a_run_that_is_told_to_end_saves_first(tmp_path: Path, undisturbed: Finished) -> None:
+    """SIGTERM, in a run without a schedule of checkpoints, while a step is under way; it goes on as if nothing had been."""
+    changes = CHANGES | {"checkpoint": {"recover_every_steps": 0}}
+    with started(tmp_path, changes, **{ENV: str(tmp_path)}) as running:
+        running.until_step(1)
+        running.hold("train.loaded", tmp_path, lambda: os.kill(running.pid, signal.SIGTERM))
+        finished = running.finish()
+        running.until_gone(30.0)
+    done = len(trained(finished.run_dir))
+    assert finished.code == 1 and f"SIGTERM: ended after step {done} as asked, with everything saved" in finished.err, finished.explain()
+    assert kept(finished.run_dir) == [f"step-{done}"] and not (finished.run_dir / "failure.md").exists()
+    finished = train(tmp_path, changes, "run.resume=true")
+    assert finished.code == 0 and f"going on after step {done}" in finished.out, finished.explain()
+    assert trained(finished.run_dir) == trained(undisturbed.run_dir)
+    assert finished.synced[STEPS] == undisturbed.synced[STEPS]
+
+
+def test_sigterm_ends_at_once_where_nothing_could_be_saved_and_the_second_time(tmp_path: Path) -> None:
+    with started(tmp_path, CHANGES | {"run": {"steps": 1000}}, **{ENV: str(tmp_path)}) as running:
+        running.until(lambda: (running.run_dir / "logs/controller-0.log").exists(), "the run directory")
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.finish(30.0).code == -signal.SIGTERM
+        running.until_gone(30.0)
+    with started(tmp_path, CHANGES | {"run": {"steps": 1000}}, "run.resume=true", **{ENV: str(tmp_path)}) as running:
+        running.until_step(1)
+        log = running.run_dir / "logs/controller-0.log"
+
+        def twice() -> None:
+            os.kill(running.pid, signal.SIGTERM)
+            time.sleep(0.5)
+            os.kill(running.pid, signal.SIGTERM)
+            assert running.finish(30.0).code == -signal.SIGTERM, log.read_text()
+
+        running.hold("train.loaded", tmp_path, twice)
+        running.until_gone(30.0)
 
 
 def test_a_failed_run_leaves_a_page_with_the_command_that_goes_on(tmp_path: Path, undisturbed: Finished) -> None:

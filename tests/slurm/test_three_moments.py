@@ -93,6 +93,8 @@ def test_an_interrupted_run_goes_on_with_the_same_prompts(
     assert states == ["COMPLETED", *(["CANCELLED"] if what == "cancel rollout" else []), "COMPLETED"], run.explain()
     # In another attempt, or in the same one with a replica that came back or is missing.
     assert re.search("going on after step|is back, with weights|the run goes on without replica 0", run.output(0)), run.explain()
+    if what == "requeue controller":
+        assert "SIGTERM: saving" in run.output(0), run.explain()
     assert trained(run) == undisturbed, run.explain()
     assert [record["step"] for record in run.steps()] == list(range(STEPS + 1))
 

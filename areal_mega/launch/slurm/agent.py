@@ -30,6 +30,7 @@ from areal_mega.launch.local import LocalLauncher, ProcessSpec
 from areal_mega.launch.rundir import RunDir
 from areal_mega.launch.slurm.jobs import Slurm
 from areal_mega.launch.slurm.meeting import ArrayTask, Meeting, Presence, new_incarnation
+from areal_mega.launch.slurm.script import plan_of
 from areal_mega.launch.worker import HOST_ENV
 from areal_mega.rpc.server import RpcServer
 from areal_mega.rpc.wire import listen_socket
@@ -41,6 +42,8 @@ LEASE_S = 60.0
 _POLL_S = 0.1
 _LAST_WORDS_S = 3.0
 """After SIGTERM the controller gets this long to hear of it; Slurm's own KillWait is 30 s by default."""
+SAVE_S = 20.0
+"""So long a task with train ranks stays after SIGTERM, in which the run can save; it leaves when its processes are ended."""
 
 
 class Agent:
@@ -169,9 +172,11 @@ class Agent:
         await self._launcher.kill((role, rank))
 
     async def end(self) -> None:
-        """End all processes; the agent stays."""
+        """End all processes; the agent stays, unless Slurm has told it to end."""
         self._heard = time.monotonic()
         await self._end_processes()
+        if self._ending:
+            self._leave.set()
 
     async def leave(self, why: str) -> None:
         """End all processes, and the task; as failed where ``why`` is not empty."""
@@ -242,7 +247,8 @@ class Agent:
             return
         self._ending = True
         self._tell(kind="leaving", why=f"task {self._task.task} was told to end (preempted, requeued or cancelled)")
-        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._leave.set)
+        trains = any(role == "train" for role, _ in plan_of(self._recipe).keys(self._task.task))
+        asyncio.get_running_loop().call_later(SAVE_S if trains else _LAST_WORDS_S, self._leave.set)
 
     async def _end_processes(self) -> None:
         launcher, self._launcher = self._launcher, None

@@ -1,7 +1,8 @@
 """The controller's side of a run whose processes live on many tasks: the same interface as the local launcher, over the tasks' agents.
 
 A task that ends takes its processes along. Where the run survives the end of all of them, it is looked out for: when it, or another start
-of it, answers, ``reach`` returns, and processes can be started on it. Otherwise its end is the attempt's.
+of it, answers, ``reach`` returns, and processes can be started on it. Otherwise its end is the attempt's;
+where it was told of before, the work is asked to come to its end first (``leaving``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.launch import watching
 from areal_mega.launch.local import ProcessSpec
 from areal_mega.launch.rundir import Key, RunDir
+from areal_mega.launch.slurm.agent import SAVE_S
 from areal_mega.launch.slurm.gathering import Tasks
 from areal_mega.launch.watching import Absent, MachineLost, death_of
 from areal_mega.rpc.client import PeerUnreachable, RpcError
@@ -53,6 +55,8 @@ class RemoteLauncher:
         self._failure: asyncio.Future[NoReturn] | None = None
         self._here = {task: asyncio.Event() for task in range(tasks.plan.tasks)}
         """Set while a task belongs to this attempt."""
+        self.leaving = asyncio.Event()
+        self._leaving_why: RunFailed | None = None
         self._stack = AsyncExitStack()
 
     async def begin(self) -> None:
@@ -138,7 +142,15 @@ class RemoteLauncher:
 
     async def supervise[T](self, work: Coroutine[Any, Any, T]) -> T:
         """As ``LocalLauncher.supervise``: run ``work``; the death of a process, or of a task, cancels it."""
-        return await watching.supervise(work, self._watch(), _SETTLE_S)
+        return await watching.supervise(self._to_the_end(work), self._watch(), _SETTLE_S)
+
+    async def _to_the_end[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """``work``; where it was asked to end because a task leaves, that is told as the reason, and at once."""
+        try:
+            return await work
+        finally:
+            if self._leaving_why is not None:
+                self._fail(self._leaving_why)
 
     async def _watch(self) -> NoReturn:
         assert self._failure is not None, "watch before begin"
@@ -190,7 +202,7 @@ class RemoteLauncher:
             seen += len(events)
             for event in events:
                 self._on_event(event)
-                if event["kind"] == "leaving":
+                if event["kind"] == "leaving" and not self._is_asked(task, event["why"]):
                     return await self._leaves(task, event["why"])
 
     def _on_event(self, event: dict[str, Any]) -> None:
@@ -201,10 +213,21 @@ class RemoteLauncher:
                 if key in self._revivable:
                     self._losses.append((key, death))
                 else:
-                    self._fail(death)
+                    self._fail(self._leaving_why or death)
             case "limit":
                 log.info("%s", event["why"])
                 signal.raise_signal(signal.SIGUSR1)  # as if this task's own limit were near: the run saves and ends
+
+    def _is_asked(self, task: int, why: str) -> bool:
+        """Ask the work to end before a task with train ranks does; False for another task. It is followed until the attempt is over."""
+        if not any(role == "train" for role, _ in self._tasks.plan.keys(task)):
+            return False
+        if self._leaving_why is None:
+            self._leaving_why = RunFailed(f"{why}: {self._tasks.plan.describe(task)}")
+            self.leaving.set()
+            late = asyncio.get_running_loop().call_later(SAVE_S, self._fail, self._leaving_why)
+            self._stack.callback(late.cancel)
+        return True
 
     async def _leaves(self, task: int, why: str) -> None:
         self._away(task, f"{why}: {self._tasks.plan.describe(task)}")
