@@ -22,6 +22,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from two_cores import measured, two_cores
+
 from areal_mega.core.types import Prompt
 from areal_mega.rollout.inference import GenerateRequest
 from areal_mega.rollout.rlvr import RLVRWorkflow
@@ -70,9 +72,7 @@ def main() -> None:
     parser.add_argument("--modes", default="retract,in_place", help="compared with drain")
     args = parser.parse_args()
     modes = ["drain", *(mode for mode in args.modes.split(",") if mode != "drain")]
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        raise SystemExit("this benchmark pins the two roles to a core each and needs two")
+    two_cores()
     os.chdir(ROOT)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -80,7 +80,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="interrupt-") as root:
         make_model(Path(root) / "model", args.longest)
         for mode in modes:
-            found[mode] = run(root, mode, args, cores)
+            found[mode] = run(root, mode, args)
             show(mode, found[mode])
     for mode in modes[1:]:
         print(f"ratio {mode}/drain {found[mode]['samples_per_s'] / found['drain']['samples_per_s']:.2f}")
@@ -97,52 +97,21 @@ def make_model(folder: Path, longest: int) -> None:
         (folder / name).write_text(json.dumps(content))
 
 
-def run(root: str, mode: str, args: argparse.Namespace, cores: list[int]) -> dict[str, float]:
-    from areal_mega import Trainer, load_recipe
-
-    tail = {"median": args.median, "sigma": args.sigma, "longest": args.longest}
+def run(root: str, mode: str, args: argparse.Namespace) -> dict[str, float]:
     settings = [
-        f"run.root={root}",
-        f"run.name={mode}",
         f"run.steps={args.steps}",
         f"model.path={root}/model",
-        "warmup.steps=0",
         "reward.path=interrupt.reward",
         "rollout.group_size=8",
         f"rollout.max_new_tokens={args.longest}",
         f"rollout.max_concurrent_prompts={args.concurrent}",
         f"sync.pause={mode}",
         f"staleness.max_staleness={args.staleness}",
-        "train.strategy=megatron:d1",
         "train.batch_size=8",
         "train.microbatch_tokens=2048",
-        "data.valid=null",
-        "eval.every_steps=0",
-        "checkpoint.export_at_end=false",
-        "observe.mlflow=false",
-        "observe.report=false",
-        "observe.console=off",
-        f"launch.train_cpus=[{cores[0]}]",
-        f"launch.rollout_cpus=[{cores[1]}]",
     ]
-    with Trainer(load_recipe("recipes/quickstart.yaml", settings)) as trainer:
-        result = trainer.train(workflow="interrupt.TailWorkflow", workflow_kwargs=tail)
-    lines = [json.loads(line)["metrics"] for line in Path(result.run_dir, "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "batch/samples" in line][SKIP:]
-
-    def total(key: str) -> float:
-        return sum(step.get(key, 0.0) for step in steps)
-
-    seconds = total("time/total")
-    return {
-        "samples_per_s": total("batch/samples") / seconds,
-        "tokens_per_s": total("rollout/tokens") / seconds,
-        "seconds": seconds / len(steps),
-        "wait": total("time/wait_rollout") / len(steps),
-        "train": (total("time/fetch") + total("time/logprobs") + total("time/update")) / len(steps),
-        "drain": total("sync/drain_s") / len(steps),
-        "staleness": total("staleness/mean") / len(steps),
-    }
+    tail = {"median": args.median, "sigma": args.sigma, "longest": args.longest}
+    return measured(root, mode, settings, skip=SKIP, workflow="interrupt.TailWorkflow", workflow_kwargs=tail)
 
 
 def show(mode: str, figures: dict[str, float]) -> None:

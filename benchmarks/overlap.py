@@ -9,10 +9,11 @@ and the time split of the synchronous run: with generation and training of equal
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
+
+from two_cores import measured, two_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIP = 2
@@ -30,58 +31,26 @@ def main() -> None:
     parser.add_argument("--microbatch-tokens", type=int, default=2048, help="small ones stay in cache, and leave the other role its own")
     parser.add_argument("--pause", default="in_place", choices=["in_place", "retract", "abort"])
     args = parser.parse_args()
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        raise SystemExit("this benchmark pins the two roles to a core each and needs two")
+    two_cores()
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="overlap-") as root:
-        plain = run(root, "synchronous", args, cores, ["run.overlap=false", "staleness.max_staleness=0"])
-        overlapped = run(root, "asynchronous", args, cores, ["run.overlap=true", f"staleness.max_staleness={args.staleness}"])
+        plain = run(root, "synchronous", args, ["run.overlap=false", "staleness.max_staleness=0"])
+        overlapped = run(root, "asynchronous", args, ["run.overlap=true", f"staleness.max_staleness={args.staleness}"])
     show("synchronous", plain)
     show("asynchronous", overlapped)
     print(f"ratio {overlapped['samples_per_s'] / plain['samples_per_s']:.2f}")
 
 
-def run(root: str, name: str, args: argparse.Namespace, cores: list[int], overrides: list[str]) -> dict[str, float]:
-    from areal_mega import Trainer, load_recipe
-
+def run(root: str, name: str, args: argparse.Namespace, overrides: list[str]) -> dict[str, float]:
     settings = [
-        f"run.root={root}",
-        f"run.name={name}",
         f"run.steps={args.steps}",
-        "warmup.steps=0",
         f"rollout.max_new_tokens={args.new_tokens}",
         f"rollout.max_concurrent_prompts={args.concurrent}",
         f"sync.pause={args.pause}",
-        "train.strategy=megatron:d1",
         "train.batch_size=32",
         f"train.microbatch_tokens={args.microbatch_tokens}",
-        "data.valid=null",
-        "eval.every_steps=0",
-        "checkpoint.export_at_end=false",
-        "observe.mlflow=false",
-        "observe.report=false",
-        "observe.console=off",
-        f"launch.train_cpus=[{cores[0]}]",
-        f"launch.rollout_cpus=[{cores[1]}]",
     ]
-    with Trainer(load_recipe("recipes/quickstart.yaml", [*settings, *overrides])) as trainer:
-        result = trainer.train()
-    lines = [json.loads(line)["metrics"] for line in Path(result.run_dir, "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "batch/samples" in line][SKIP:]
-
-    def total(key: str) -> float:
-        return sum(step[key] for step in steps)
-
-    seconds = total("time/total")
-    return {
-        "samples_per_s": total("batch/samples") / seconds,
-        "seconds": seconds / len(steps),
-        "wait": total("time/wait_rollout") / len(steps),
-        "train": (total("time/fetch") + total("time/logprobs") + total("time/update")) / len(steps),
-        "sync": total("time/sync") / len(steps),
-        "staleness": total("staleness/mean") / len(steps),
-    }
+    return measured(root, name, [*settings, *overrides], skip=SKIP)
 
 
 def show(name: str, figures: dict[str, float]) -> None:

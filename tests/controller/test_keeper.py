@@ -372,6 +372,14 @@ async def ended(watch: asyncio.Task[None]) -> None:
     await asyncio.gather(watch, return_exceptions=True)
 
 
+async def gets_weights(world: World, rank: int, version: int) -> None:
+    """A server that gets healthy takes part in a push of ``version``, and is let go on."""
+    await asyncio.wait_for(world.keeper.revived(), 30)
+    assert world.keeper.admit() == (rank,)
+    world.confirmed[rank] = version
+    await world.keeper.resume((rank,), version)
+
+
 async def test_one_that_hangs_is_killed_and_started_again() -> None:
     world = World(restarts=1, health_s=0.2)
     world.silent.add(0)
@@ -511,9 +519,8 @@ async def test_a_server_that_dies_while_its_worker_starts_waits_for_weights_with
     await until(world, ("launch", 0))
     world.heal[0].set()
     await asyncio.wait_for(world.keeper.revived(), 30)
-    assert ("join", 0) not in world.events and world.keeper.admit() == (0,)
-    world.confirmed[0] = 6
-    await world.keeper.resume((0,), 6)
+    assert ("join", 0) not in world.events
+    await gets_weights(world, 0, 6)
     assert world.events.count(("join", 0)) == 1 and world.events.count(("launch worker", 0)) == 1
     await ended(watch)
 
@@ -568,9 +575,7 @@ async def test_a_machine_that_goes_is_waited_for_and_costs_no_restart() -> None:
     world.heal[1].set()
     await asyncio.wait_for(world.keeper.revived(), 30)
     assert world.events[2:] == [("launch worker", 1), ("launch", 1), ("healthy", 1), ("meet", 1)] and world.keeper.restarts == 0
-    assert world.keeper.admit() == (1,)
-    world.confirmed[1] = 6
-    await world.keeper.resume((1,), 6)
+    await gets_weights(world, 1, 6)
     assert world.events[-1] == ("join", 1) and world.states == {}
     await ended(watch)
 
@@ -588,10 +593,7 @@ async def test_a_replica_that_was_given_up_comes_back_with_another_machine() -> 
     assert world.keeper._given_up == set() and world.states == {1: "task 1 was told to end"}
     world.machines[1].set()
     world.heal[1].set()
-    await asyncio.wait_for(world.keeper.revived(), 30)
-    assert world.keeper.admit() == (1,)
-    world.confirmed[1] = 6
-    await world.keeper.resume((1,), 6)
+    await gets_weights(world, 1, 6)
     assert world.events[-1] == ("join", 1) and world.states == {}
     await ended(watch)
 

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))  # these runs are those of tests/e2e, on tasks
 
 from lab import LabUnavailable, SlurmLab
+from submitted import Submitted
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +39,12 @@ def slurm() -> Iterator[SlurmLab | None]:
             os.environ.pop("SLURM_CONF", None)
         else:
             os.environ["SLURM_CONF"] = before
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Submitted]]:
+    """Runs put here are ended after the test."""
+    found: list[Submitted] = []
+    yield found
+    for run in found:
+        run.clean_up()

@@ -19,15 +19,6 @@ from areal_mega.launch.slurm.jobs import Slurm
 pytestmark = pytest.mark.usefixtures("slurm")
 
 
-@pytest.fixture
-def runs() -> Iterator[list[Submitted]]:
-    """Runs put here are ended after the test."""
-    found: list[Submitted] = []
-    yield found
-    for run in found:
-        run.clean_up()
-
-
 def flat(settings: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in settings.items():
         if isinstance(value, dict) and name not in ("kwargs", "train", "valid"):

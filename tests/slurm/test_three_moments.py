@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ GOING_ON: dict[str, Any] = {
     "launch": {"restarts": 3},
 }
 MOMENTS = {"generating": "rollout.episode", "syncing": "sync.sent", "committing": "recover.commit"}
-WHATS = ("requeue controller", "requeue rollout", "cancel rollout", "crash", "limit", "signal rollout", "preempt")
+WHATS = ("requeue controller", "requeue train", "requeue rollout", "cancel rollout", "crash", "limit", "signal rollout", "preempt")
 CASES = [
     (what, moment)
     for number, what in enumerate(WHATS)
@@ -42,14 +41,13 @@ CASES = [
     if os.environ.get("AREAL_MEGA_TEST_POINTS") == "all" or place == number % len(MOMENTS)
 ]
 
-
-@pytest.fixture
-def runs() -> Iterator[list[Submitted]]:
-    """Runs put here are ended after the test."""
-    found: list[Submitted] = []
-    yield found
-    for run in found:
-        run.clean_up()
+STRATEGIES = {
+    # One of two rollout tasks is cancelled: what is cancelled does not come back.
+    "cancel rollout": {"rollout": {"strategy": "embedded:d2"}},
+    # Two train tasks, of which the second is requeued.
+    "requeue train": {"train": {"strategy": "megatron:d2", "batch_size": 4, "microbatch_tokens": 64, "optimizer": {"lr": 1e-3}}},
+}
+SAVING = {"requeue controller": "SIGTERM: saving", "requeue train": "a task with train ranks was told to end: saving"}
 
 
 def trained(run: Submitted) -> list[tuple[int, list[Any]]]:
@@ -79,9 +77,7 @@ def test_an_interrupted_run_goes_on_with_the_same_prompts(
         settings["partition"] = "low"
     if what == "limit":
         settings |= {"time": "60", "signal_s": 120}
-    # One of two rollout tasks is cancelled: what is cancelled does not come back.
-    replicas = {"rollout": {"strategy": "embedded:d2"}} if what == "cancel rollout" else {}
-    run = launch(tmp_path, recipe(tmp_path, GOING_ON | replicas, **settings))
+    run = launch(tmp_path, recipe(tmp_path, GOING_ON | STRATEGIES.get(what, {}), **settings))
     runs.append(run)
     run.until(lambda: (run.run_dir / "recover/step-1/state.json").exists(), "a checkpoint")
     point, reached = points / MOMENTS[moment], points / f"{MOMENTS[moment]}.reached"
@@ -90,11 +86,13 @@ def test_an_interrupted_run_goes_on_with_the_same_prompts(
     interrupt(run, what, slurm, runs)
     reached.unlink()
     states = [task.state for task in run.until_ended()]
-    assert states == ["COMPLETED", *(["CANCELLED"] if what == "cancel rollout" else []), "COMPLETED"], run.explain()
+    assert states == ["COMPLETED", *{"cancel rollout": ["CANCELLED"], "requeue train": ["COMPLETED"]}.get(what, []), "COMPLETED"], (
+        run.explain()
+    )
     # In another attempt, or in the same one with a replica that came back or is missing.
     assert re.search("going on after step|is back, with weights|the run goes on without replica 0", run.output(0)), run.explain()
-    if what == "requeue controller":
-        assert "SIGTERM: saving" in run.output(0), run.explain()
+    if what in SAVING:
+        assert SAVING[what] in run.output(0), run.explain()
     assert trained(run) == undisturbed, run.explain()
     assert [record["step"] for record in run.steps()] == list(range(STEPS + 1))
 
@@ -103,7 +101,7 @@ def interrupt(run: Submitted, what: str, slurm: SlurmLab | None, runs: list[Subm
     """Do it; returns when it has begun."""
     job, rollout = run.jobs[0], run.tasks()[1]
     if what.startswith("requeue"):
-        Slurm().requeue(f"{job}_{1 if what.endswith('rollout') else 0}")
+        Slurm().requeue(f"{job}_{0 if what.endswith('controller') else 1}")
     elif what == "cancel rollout":
         Slurm().cancel([f"{job}_1"])
     elif what.startswith("signal"):
