@@ -57,7 +57,7 @@ class RolloutController:
         """Ranks whose server will not come back, while their worker is still there."""
         self._withdrawn_evals: set[int] = set()
         self._drains = False
-        self._pumps = Uncut()
+        self._uncut = Uncut()
         for rank, client in clients.items():
             self._add(rank, client)
 
@@ -148,16 +148,16 @@ class RolloutController:
         self._dispatch.replica_down(worker.name)
         if for_good:
             self._given_up.add(rank)
-        try:
+        await self._uncut.do(self._take_back(worker, deadline_s, for_good))
+        await self.pump()
+
+    async def _take_back(self, worker: Worker, deadline_s: float, for_good: bool) -> None:
+        with suppress(WorkerGone):  # and its prompts with it
             async with worker.submitting:
                 await worker.call("suspend", timeout_s=deadline_s)
-                tickets = await worker.call("withdraw", timeout_s=deadline_s)
+                self._dispatch.withdrawn(await worker.call("withdraw", timeout_s=deadline_s))
                 if for_good:
                     self._withdrawn_evals.update(await worker.call("withdraw", purpose="eval", timeout_s=deadline_s))
-        except WorkerGone:
-            return  # and its prompts with it
-        self._dispatch.withdrawn(tickets)
-        await self.pump()
 
     async def resume(self, rank: int, *, deadline_s: float) -> None:
         """The server of ``rank`` is back, with the current weights."""
@@ -367,7 +367,7 @@ class RolloutController:
 
         To the end, whoever is cancelled in it: what dispatch takes for submitted would be known to no worker.
         """
-        await self._pumps.do(self._pump())
+        await self._uncut.do(self._pump())
 
     async def _pump(self) -> None:
         shares: dict[str, dict[int, Prompt]] = {}

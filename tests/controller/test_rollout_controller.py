@@ -614,6 +614,31 @@ async def test_what_is_submitted_arrives_though_whoever_asked_for_it_is_cancelle
             assert [len(worker.running) for worker in world.workers] == [2, 2]
 
 
+async def test_what_is_taken_back_arrives_though_whoever_asked_for_it_is_cancelled() -> None:
+    """The worker has let go of its prompts, and its answer is on its way."""
+    async with World(workers=2, batch=4, eta=0, overlapped=False) as world:
+        first, second = world.workers
+        answered, withdraw = asyncio.Event(), first.withdraw
+
+        async def slow() -> list[int]:
+            tickets = await withdraw()
+            await answered.wait()
+            return tickets
+
+        first.withdraw = slow  # type: ignore[method-assign]
+        wanted = asyncio.create_task(batch_of(world))
+        await settle()
+        mine = {each.id for each, _, _ in first.running}
+        suspending = asyncio.create_task(world.control.suspend(0, deadline_s=5.0))
+        await settle()
+        suspending.cancel()
+        answered.set()
+        await settle()
+        await world.control.pump()
+        assert mine and {each.id for each, _, _ in second.running} > mine
+        wanted.cancel()
+
+
 async def test_evaluation_goes_elsewhere_when_a_server_is_given_up() -> None:
     async with World(workers=2, batch=1, eta=0, overlapped=False) as world:
         first, second = world.workers
