@@ -111,7 +111,7 @@ class Run:
             self._metrics, self._step_started = [], now
             return
         if self.recipe.eval.at_start:
-            await self._through_restarts(self._evaluate(), 0)
+            await self._evaluated(0, last=False)
             self.first_eval = self.last_eval
         self._log(0)
 
@@ -175,13 +175,12 @@ class Run:
     async def finish_step(self, step: int) -> None:
         """Evaluation and export by schedule, then the step's line in every log."""
         done, last = step + 1, step + 1 == self.recipe.run.steps
-        every = self.recipe.eval.every_steps
+        every, evaluated = self.recipe.eval.every_steps, False
         if last or (every and done % every == 0):
-            await self._through_restarts(self._evaluate(), done)
+            evaluated = await self._evaluated(done, last=last)
             await points.reached("step.evaluated")
         section = self.recipe.checkpoint
         if (last and section.export_at_end) or (section.export_every_steps and done % section.export_every_steps == 0):
-            evaluated = last or (every and done % every == 0)
             await self._export("final" if last else f"step-{done}", done, self.last_eval if evaluated else None)
             await points.reached("step.exported")
         self._histograms |= await self.rollout.drain_decode()
@@ -297,21 +296,29 @@ class Run:
             await self._end_as_asked(step)
         await self._catch_up(step)
 
-    async def _through_restarts[T](self, work: Coroutine[Any, Any, T], step: int) -> T:
-        """Await ``work``, an evaluation, which leaves the trainer idle; a server that comes back meanwhile gets its weights."""
-        task = asyncio.ensure_future(work)
-        revived = asyncio.ensure_future(self.replicas.revived())
+    async def _evaluated(self, step: int, *, last: bool) -> bool:
+        """Evaluate, which leaves the trainer idle; a server that comes back meanwhile gets its weights.
+
+        Returns:
+            Whether it was done to the end: a run that is asked to end (but not in its ``last`` step) has no time for it.
+        """
+        task = asyncio.ensure_future(self._evaluate())
+        revived, stop = asyncio.ensure_future(self.replicas.revived()), asyncio.ensure_future(self._stop.wait())
         try:
             while True:
-                await asyncio.wait({task, revived}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({task, revived} if last else {task, revived, stop}, return_when=asyncio.FIRST_COMPLETED)
                 if task.done():
-                    return task.result()
+                    task.result()
+                    return True
+                if stop.done() and not last:
+                    self.observer.note(f"the evaluation after step {step} is cut short: the run was asked to end")
+                    return False
                 await self._catch_up(step)
                 revived = asyncio.ensure_future(self.replicas.revived())
         finally:
-            for each in (task, revived):
+            for each in (task, revived, stop):
                 each.cancel()
-            await asyncio.gather(task, revived, return_exceptions=True)
+            await asyncio.gather(task, revived, stop, return_exceptions=True)
 
     async def _warm_up(self) -> None:
         section = self.recipe.warmup

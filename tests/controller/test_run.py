@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_workers import World, settle
+from fake_workers import World, result, settle
+from rollout_samples import group, prompt
 
 from areal_mega.algorithms.registry import algorithm_of
 from areal_mega.controller.recover import RecoverPoint, Stopped
@@ -166,6 +167,24 @@ async def test_a_run_that_waits_for_groups_ends_as_soon_as_it_is_asked(
         with pytest.raises(Stopped, match=f"after step {done}" if done else "before the first step"):
             await asyncio.wait_for(wanted, 20)
         assert saved.steps == after and cast.run.stop_asked
+
+
+@pytest.mark.parametrize("last", [False, True])
+async def test_a_run_that_evaluates_ends_without_when_it_is_asked_but_for_the_last_time(tmp_path: Path, last: bool) -> None:
+    async with World(batch=2, eta=0) as world:
+        cast = Cast(world, tmp_path)
+        cast.run._valid = [prompt("e")]
+        evaluated = asyncio.create_task(cast.run._evaluated(3, last=last))
+        await settle()
+        assert not evaluated.done()
+        cast.run.stop_asked = True
+        await settle()
+        if last:
+            assert not evaluated.done()
+            await world.workers[0].deliver(result(prompt("e"), made=group("g", [{}]), purpose="eval"))
+        assert await asyncio.wait_for(evaluated, 20) is last
+        assert (cast.run.last_eval is None) is not last
+        assert cast.log.notes == ([] if last else ["the evaluation after step 3 is cut short: the run was asked to end"])
 
 
 async def test_the_first_step_after_a_resume_is_measured_alone(tmp_path: Path) -> None:
