@@ -22,7 +22,8 @@ step "ruff check" "$bin/ruff" check .
 step "ruff format" "$bin/ruff" format --check .
 step "mypy" "$bin/mypy"
 step "lint-imports" "$bin/lint-imports" --no-logo --no-cache
-step "pytest" "$bin/python" -m pytest "$@"
+# Two at a time: much of the suite waits for Slurm, for processes that start, or for deadlines.
+step "pytest" "$bin/python" -m pytest --numprocesses 2 "$@"
 
 printf '== %s\n' "${times[@]}"
 if ((${#failed[@]})); then

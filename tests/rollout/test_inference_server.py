@@ -34,7 +34,7 @@ KINDS = ["embedded", "recorded", *["sglang"] * bool(ENV)]
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two versions of one model. No token ends a text, so that greedy answers are as long as asked for."""
     folder = tmp_path_factory.mktemp("models")
-    return [tiny_model(folder, "qwen3_moe", seed, max_position_embeddings=CONTEXT) for seed in (0, 1)]
+    return [tiny_model(folder, "qwen3_moe", seed, max_position_embeddings=CONTEXT, eos_token_id=None) for seed in (0, 1)]
 
 
 @pytest.fixture(scope="module", params=KINDS)
