@@ -7,8 +7,9 @@ Real train ranks (gloo) of a random model and real embedded servers, each a proc
 digests. The raw broadcast takes the same bytes, in buckets of the same sizes, through the same groups, from the same ranks to the same
 servers, which throw them away; both ends take memory that they have used before. Prints medians: bytes/s of all of them, the ratio to the
 raw broadcast (goal: 0.8), the senders' digests in per cent of the raw broadcast (goal: 2), and where a sync's time goes. What is done
-before the pause ("prepare", with the digests of what a rank has whole) is not in the ratios. A server's layouts for products are made by
-the first product after a sync and are in no figure here.
+before the pause, while servers still generate, is not in the ratios ("prepare": the digests of what a rank has whole, and the first two
+buckets of every sender; the first line says how many of the bytes those are, fewer of a larger model: ``--mb 1200``). A server's layouts for
+products are made by the first product after a sync and are in no figure here.
 
 On a machine with fewer cores than processes everything shares them: gathering, digests and loading then slow the broadcast down, however
 well they overlap with it.
@@ -143,12 +144,13 @@ def raw_send(sender: Any) -> float:
         return 0.0
     from areal_mega.sync.plan import plan_buckets
 
-    plan = plan_buckets(sender.specs, sender._bucket_bytes)
+    filling = sender._filling
+    plan = plan_buckets(sender.specs, filling._bucket_bytes)
     # The sender's own two buckets in turn: memory that it has had for long, and the same on both sides of the comparison.
-    assert all(len(buffer) >= bucket.nbytes for buffer in sender._buffers for bucket in plan)
+    assert all(len(buffer) >= bucket.nbytes for buffer in filling.buffers for bucket in plan)
     start = time.perf_counter()
     for number, bucket in enumerate(plan):
-        dist.broadcast(sender._buffers[number % 2][: bucket.nbytes], src=0, group=sender.group)
+        dist.broadcast(filling.buffers[number % 2][: bucket.nbytes], src=0, group=sender.group)
     return time.perf_counter() - start
 
 
@@ -280,6 +282,7 @@ MODES = {"overlapped": (True, True), "plain": (False, True), "no digests": (True
 
 async def rounds(args: argparse.Namespace, layout: str, strategy: str, sync: Any, train: Any, servers: Sequence[Any]) -> None:
     from areal_mega.core.metrics import results
+    from areal_mega.sync.filling import AHEAD
 
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in MODES}
     raws: list[float] = []
@@ -289,7 +292,7 @@ async def rounds(args: argparse.Namespace, layout: str, strategy: str, sync: Any
             await train.call("nudge")
             await train.call("loop", overlap=overlap)
             # A server without digests is asked for its version alone, and senders compute none.
-            without = {rank: replace(each, hf_digests=None, partial_updates=False) for rank, each in able.items()}
+            without = {rank: replace(each, hf_digests=None, sampled_digests=None, partial_updates=False) for rank, each in able.items()}
             sync._capabilities = able if digests else without
             one = dict(results(await sync.push(version)))
             assert one["sync/saved_bytes"] == 0
@@ -298,7 +301,10 @@ async def rounds(args: argparse.Namespace, layout: str, strategy: str, sync: Any
                 measured[name].append(one)
         raw = await raw_round(sync, train, servers)
         raws += [raw] * (turn > 0)
-    show(f"{layout}: {strategy}, {len(sync._groups)} sender(s), {len(servers)} server(s), {len(order_of(sync))} buckets", measured, raws)
+    order = order_of(sync)
+    ahead = sum(bucket.nbytes for _, bucket in order[: AHEAD * len(sync._groups)]) / sum(bucket.nbytes for _, bucket in order)
+    title = f"{layout}: {strategy}, {len(sync._groups)} sender(s), {len(servers)} server(s), {len(order)} buckets ({ahead:.0%} filled ahead)"
+    show(title, measured, raws)
 
 
 def show(title: str, measured: dict[str, list[dict[str, float]]], raws: list[float]) -> None:

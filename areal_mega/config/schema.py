@@ -208,6 +208,7 @@ class SyncSection(Section):
     pause: Literal["in_place", "retract", "abort", "drain"] = leaf("retract", "What becomes of running requests during a sync")
     timeout_s: PositiveFloat = leaf(600.0, "Deadline of every wait of one sync", "s")
     every_steps: PositiveInt = leaf(1, "Train steps between syncs", "steps")
+    verify: Literal["sampled", "whole"] = leaf("sampled", "Digests after a sync: of samples of every tensor but at first, or of every byte")
 
 
 class EvalSection(Section):

@@ -159,15 +159,20 @@ class WeightSync:
         if self._changed:
             await self._form_groups()
             await points.reached("sync.grouped")
-        only = await self._to_send(version)
+        only, digests = await self._to_send(version), self._digest_kind()
+        on_disk = self._section.transport == "disk"
+        what: dict[str, Any] = {"version": version, "only": None if only is None else sorted(only), "digests": digests}
+        if not on_disk:
+            await self._all(self._train.calls("sync_fill", **what), "filling the first buckets")
+            await points.reached("sync.filled")
         clock.lap("sync/prepare_s")
         async with self._paused():
             await points.reached("sync.paused")
             clock.lap("sync/pause_s")
-            sent = await (self._over_disk(version) if self._section.transport == "disk" else self._over_groups(version, only))
+            sent = await (self._over_disk(version, digests) if on_disk else self._over_groups(version, only, what))
             clock.lap("sync/send_s")
             await points.reached("sync.sent")
-            await self._verify(version, sent.digests)
+            await self._verify(version, sent.digests, digests)
             await points.reached("sync.verified")
             clock.lap("sync/verify_s")
         clock.lap("sync/resume_s")
@@ -212,7 +217,7 @@ class WeightSync:
         sent, whole = sum(spec.nbytes for spec in specs if spec.name in only), sum(spec.nbytes for spec in specs)
         return only if sent < _WORTH * whole else None
 
-    async def _over_groups(self, version: int, only: frozenset[str] | None) -> Sent:
+    async def _over_groups(self, version: int, only: frozenset[str] | None, what: Mapping[str, Any]) -> Sent:
         limit = bucket_bytes(self._section.bucket_mb)
         plans = [plan_buckets((s for s in plan if only is None or s.name in only), limit) for plan in self._plans.values()]
         names = list(self._groups.values())
@@ -222,9 +227,7 @@ class WeightSync:
         try:
             await self._each("beginning the update", "begin_update")
             await points.reached("sync.begun")
-            chosen = None if only is None else sorted(only)
-            sends = self._train.calls("sync_broadcast", version=version, only=chosen, digests=self._digest_kind())
-            jobs = {who: _stamped(send, ends) for who, send in sends.items()}
+            jobs = {who: _stamped(send, ends) for who, send in self._train.calls("sync_broadcast", **what).items()}
             # In place keeps the KV of running requests; otherwise it is stale and goes.
             flush = self._section.pause != "in_place"
             jobs |= {
@@ -238,16 +241,22 @@ class WeightSync:
         return sent_by(answers, load_s)
 
     def _digest_kind(self) -> DigestKind | None:
-        """What the servers report, all that report any; senders compute that."""
-        kinds = {kind for rank in self._members if (kind := self._capabilities[rank].hf_digests) is not None}
-        assert len(kinds) < 2, "all servers of a run are of one engine"
-        return kinds.pop() if kinds else None
+        """What the servers report, all that report any; senders compute that.
 
-    async def _over_disk(self, version: int) -> Sent:
+        Samples are enough of a server that has proved once to load whatever comes.
+        """
+        able = [self._capabilities[rank] for rank in self._members]
+        kinds = {each.hf_digests for each in able} - {None}
+        assert len(kinds) < 2, "all servers of a run are of one engine"
+        proved = self._section.verify == "sampled" and all(rank in self._acknowledged for rank in self._members)
+        sampled = {each.sampled_digests for each in able}
+        return sampled.pop() if proved and len(sampled) == 1 and None not in sampled else kinds.pop() if kinds else None
+
+    async def _over_disk(self, version: int, digests: DigestKind | None) -> Sent:
         folder = self._folder / f"v{version}"
         done = False
         try:
-            writes = self._train.calls("sync_write", version=version, folder=str(folder), digests=self._digest_kind())
+            writes = self._train.calls("sync_write", version=version, folder=str(folder), digests=digests)
             answers = await self._all(writes, "writing weights")
             written = time.perf_counter()
             await self._each("reading weights", "update_from_disk", str(folder), version)
@@ -258,9 +267,9 @@ class WeightSync:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=not done)
         return sent_by(answers, load_s)
 
-    async def _verify(self, version: int, digests: Mapping[str, str]) -> None:
+    async def _verify(self, version: int, digests: Mapping[str, str], kind: DigestKind | None) -> None:
         able = {rank: self._capabilities[rank] for rank in self._members}
-        jobs = {f"server rank {rank}": self._held(server, able[rank]) for rank, server in self._present()}
+        jobs = {f"server rank {rank}": self._held(server, kind if able[rank].hf_digests else None) for rank, server in self._present()}
         for who, (held, reported) in (await self._all(jobs, "verifying weights")).items():
             if held is not None and held.combined != combine(digests):
                 raise SyncMismatch(mismatch(who, held.tensors, digests))
@@ -277,10 +286,10 @@ class WeightSync:
             if unlike := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
                 raise SyncMismatch(f"{who} holds other weights than {first}: {len(unlike)} of {len(expected)} differ, first {unlike[0]}")
 
-    async def _held(self, server: InferenceServer, able: Capabilities) -> tuple[ServerDigest | None, int]:
+    async def _held(self, server: InferenceServer, kind: DigestKind | None) -> tuple[ServerDigest | None, int]:
         """Digests (None where the server reports none) and version of the weights that a server holds."""
-        if able.hf_digests:
-            held = await server.digests()
+        if kind is not None:
+            held = await server.digests(kind)
             return held, held.weight_version
         return None, await server.weight_version()
 

@@ -23,6 +23,7 @@ POINTS = {
     "train.updated": "train rank: an optimizer update is done",
     "train.logged": "controller: the step's prompts are on record; the workers still hold its samples",
     "sync.grouped": "controller: the weight-sync groups are formed",
+    "sync.filled": "controller: the first buckets are filled; generation goes on",
     "sync.paused": "controller: generation is paused",
     "sync.begun": "controller: every server has opened an update",
     "sync.bucket": "train rank: a bucket is about to be sent",

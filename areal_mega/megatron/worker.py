@@ -47,6 +47,7 @@ METHODS = (
     "sync_host",
     "sync_join",
     "sync_changed",
+    "sync_fill",
     "sync_broadcast",
     "sync_write",
     "sync_leave",
@@ -223,9 +224,13 @@ class TrainWorker:
         """Names of the tensors of which this rank's part differs from version ``base``; None: that is not known."""
         return self._sending.changed(version, base)
 
+    def sync_fill(self, version: int, only: Sequence[str] | None, digests: DigestKind | None) -> None:
+        """Fill the first buckets of what ``sync_broadcast`` with the same arguments will send; generation goes on."""
+        self._sending.fill(version, _chosen(only), digests=digests)
+
     def sync_broadcast(self, version: int, only: Sequence[str] | None, digests: DigestKind | None) -> dict[str, Any] | None:
         """Send the buckets of the tensors ``only`` (None: of all) over this sender's group; report ``digests`` of that kind, or none."""
-        chosen = None if only is None else frozenset(only)
+        chosen = _chosen(only)
         return _report(self._sending.broadcast(version, self._recipe.sync.timeout_s + GRACE_S, chosen, digests=digests))
 
     def sync_write(self, version: int, folder: str, digests: DigestKind | None) -> dict[str, Any] | None:
@@ -319,6 +324,10 @@ def _spread(batch: PackedBatch, scalars: Mapping[str, Mapping[int, float]]) -> P
 
 def _answer(result: UpdateResult) -> dict[str, Any]:
     return {"metrics": result.metrics, "grad_norm": result.grad_norm, "lr": result.lr, "skipped": result.skipped}
+
+
+def _chosen(only: Sequence[str] | None) -> frozenset[str] | None:
+    return None if only is None else frozenset(only)
 
 
 def _report(report: SendReport | None) -> dict[str, Any] | None:

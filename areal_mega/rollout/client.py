@@ -20,6 +20,7 @@ from areal_mega.rollout.inference import (
     parse_version,
 )
 from areal_mega.rollout.transport import Transport
+from areal_mega.sync.digest import DigestKind
 
 __all__ = ["InferenceClient"]
 
@@ -125,6 +126,7 @@ class InferenceClient:
             update_sessions=await self._has_sessions(),
             version_spans=self._spans,
             hf_digests=server.get("hf_digests"),
+            sampled_digests=server.get("sampled_digests"),
             partial_updates=server.get("hf_digests") is not None,
             routed_experts=bool(server.get("enable_return_routed_experts", False)),
             checksums=await self._has_route("/weights_checker"),
@@ -263,13 +265,13 @@ class InferenceClient:
         await self._success("/update_weights_from_disk", body)
         self._version = version
 
-    async def digests(self) -> ServerDigest:
+    async def digests(self, kind: DigestKind) -> ServerDigest:
         """Digests of the weights that the server computes with.
 
         Raises:
-            ServerFault: it reports none by HuggingFace name (``Capabilities.hf_digests``).
+            ServerFault: it reports none by HuggingFace name (``Capabilities.hf_digests``), or none of that kind.
         """
-        answer = await self._transport.request("POST", "/weights_checker", {"action": "checksum"})
+        answer = await self._transport.request("POST", "/weights_checker", {"action": "checksum", "digests": kind})
         with readable(self.base_url, "/weights_checker", answer):
             if "hf_digest" not in answer:
                 raise ServerFault(self.base_url, "/weights_checker reports no digests by HuggingFace name")

@@ -133,6 +133,8 @@ class Capabilities:
     """Reports which weight version made which tokens of a request."""
     hf_digests: DigestKind | None
     """The kind of digests that it reports per HuggingFace tensor; None: it reports none."""
+    sampled_digests: DigestKind | None = None
+    """The kind that it reports when asked for sampled ones; None: it has no such."""
     routed_experts: bool
     """Reports the experts of each position."""
     checksums: bool = False
@@ -219,8 +221,8 @@ class InferenceServer(Protocol):
         """Load a HuggingFace folder that the server can read."""
         ...
 
-    async def digests(self) -> ServerDigest:
-        """Digests of the weights by HuggingFace name (``Capabilities.hf_digests``)."""
+    async def digests(self, kind: DigestKind) -> ServerDigest:
+        """Digests of the weights by HuggingFace name, of a kind that the server has (``Capabilities.hf_digests``, ``sampled_digests``)."""
         ...
 
     async def checksums(self) -> Mapping[str, str]:

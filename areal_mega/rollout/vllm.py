@@ -23,6 +23,7 @@ from areal_mega.rollout.inference import (
     parse_version,
 )
 from areal_mega.rollout.transport import Transport
+from areal_mega.sync.digest import DigestKind
 
 __all__ = ["VLLMClient", "checked", "sampling_params"]
 
@@ -35,6 +36,8 @@ _PAUSE: Mapping[PauseMode, str] = {
     "abort": "mode=abort&clear_cache=true",
 }
 """``keep`` holds requests back; with the cache cleared they are preempted, and their prefix is computed anew when they go on."""
+_DIGESTS: DigestKind = "sums"
+"""What the plug-in computes, as buckets come."""
 _NO_BYTES = hashlib.sha256(b"").hexdigest()
 _PROBE = (1, 2, 3)
 """Every vocabulary has these tokens; 0 alone may be padding, which says the same of all tokens."""
@@ -161,7 +164,7 @@ class VLLMClient:
             max_context=context,
             update_sessions=True,
             version_spans=self._spans,
-            hf_digests="sums" if await self._plugged_in() else None,
+            hf_digests=_DIGESTS if await self._plugged_in() else None,
             routed_experts=False,
             checksums=await self._has_route("/weight_checker"),
             seeds=True,
@@ -270,14 +273,18 @@ class VLLMClient:
         self._sent = version
         await self.end_update()
 
-    async def digests(self) -> ServerDigest:
+    async def digests(self, kind: DigestKind) -> ServerDigest:
         """Digests of the tensors that the last update brought to every worker. Their packed copies are the server's own affair.
+
+        Args:
+            kind: the plug-in's, which has one only.
 
         Raises:
             ServerFault: it does not run the plug-in (``Capabilities.hf_digests``), or its workers differ.
         """
         from areal_mega.sync.digest import combine
 
+        assert kind == _DIGESTS, "the plug-in computes no other kind"
         answers = await self._call_workers("areal_mega_digests")
         with readable(self.base_url, "/collective_rpc", answers):
             tensors = {str(name): str(value) for name, value in answers[0]["digests"].items()}

@@ -12,6 +12,7 @@ from aiohttp import web
 from areal_mega.serving.http import Frontend, read_json
 from areal_mega.serving.protocol import BadRequest, malformed
 from areal_mega.serving.updates import Bucket, Updater, UpdateRefused
+from areal_mega.serving.weights import DIGESTS, SAMPLED_DIGESTS
 
 
 class Admin:
@@ -101,10 +102,13 @@ class Admin:
         return web.json_response(values)
 
     async def weights_checker(self, request: web.Request) -> web.Response:
-        action = _need(await read_json(request), "action", str)
+        body = await read_json(request)
+        action, kind = _need(body, "action", str), body.get("digests", DIGESTS)
         if action != "checksum":
             raise malformed(f"action must be 'checksum', got {action!r}")
-        sums: dict[str, Any] = await self._frontend.command(self._updater.checksums)
+        if kind not in (DIGESTS, SAMPLED_DIGESTS):
+            raise malformed(f"digests must be {DIGESTS!r} or {SAMPLED_DIGESTS!r}, got {kind!r}")
+        sums: dict[str, Any] = await self._frontend.command(lambda: self._updater.checksums(kind))
         ranks = [{"checksums": sums["hf_digests"]}]
         return web.json_response({"success": True, "message": "Success.", "ranks": ranks, **sums})
 

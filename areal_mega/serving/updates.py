@@ -16,7 +16,7 @@ from areal_mega.core import points
 from areal_mega.core.errors import UserError
 from areal_mega.serving.engine import Engine
 from areal_mega.serving.loader import Unchanged, check_same_arch, fill_from
-from areal_mega.sync.digest import combine
+from areal_mega.sync.digest import DigestKind, combine
 from areal_mega.sync.group import create_group, destroy_group
 
 if TYPE_CHECKING:
@@ -255,8 +255,8 @@ class Updater:
                 "pause with retract, or send flush_cache false with in_place."
             )
 
-    def checksums(self) -> dict[str, Any]:
-        digests = self._engine.model.weights.digests()
+    def checksums(self, kind: DigestKind) -> dict[str, Any]:
+        digests = self._engine.model.weights.digests(kind)
         return {"hf_digests": digests, "hf_digest": combine(digests), "weight_version": self._engine.version}
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 DIGESTS: DigestKind = "xxh3"
+SAMPLED_DIGESTS: DigestKind = "xxh3-sampled"
 """The kind that the server reports: its weights are in host memory."""
 
 
@@ -168,9 +169,8 @@ class Weights:
         for make in dict.fromkeys(makers):
             make()
 
-    def digests(self) -> dict[str, str]:
-        """Of kind ``DIGESTS``."""
-        return tensor_digests(self.hf, DIGESTS)
+    def digests(self, kind: DigestKind = DIGESTS) -> dict[str, str]:
+        return tensor_digests(self.hf, kind)
 
     def digest(self) -> str:
         return combine(self.digests())

@@ -90,17 +90,13 @@ def fused_groups[T: Named](specs: Iterable[T]) -> list[list[T]]:
 
 
 def plan_buckets(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[Bucket, ...]:
-    """Cut ``specs`` into buckets of at most ``max_bytes``, never inside a fused group, a new one wherever the dtype changes.
-
-    The first one is a quarter of that: nothing travels while it is filled.
-    """
+    """Cut ``specs`` into buckets of at most ``max_bytes``, never inside a fused group, a new one wherever the dtype changes."""
     buckets: list[list[TensorSpec]] = []
     size, dtype = 0, ""
     for group in fused_groups(specs):
         for run in _by_dtype(group):
             nbytes = sum(elements(s.shape) * ITEM_BYTES[s.dtype] for s in run)
-            limit = max_bytes if len(buckets) > 1 else max_bytes // 4
-            if not buckets or run[0].dtype != dtype or size + nbytes > limit:
+            if not buckets or run[0].dtype != dtype or size + nbytes > max_bytes:
                 buckets.append([])
                 size, dtype = 0, run[0].dtype
             buckets[-1].extend(run)

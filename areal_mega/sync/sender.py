@@ -1,40 +1,31 @@
 """The training side of weight sync: whole tensors of several ranks' shards, HF names, digests, and out through one transport.
 
-Every train rank calls the same method with the same arguments. A sender alone holds full tensors, a bucket at a time, and is rank 0 of a
-weight-sync group of its own. Who sends what, and from whom it gathers that, says `sync.shares`; for servers that know one group only
-rank 0 sends all.
-
-On one machine's CPUs the bucket is memory that all ranks of a share have in common (`sync.memory`): each one copies its parts to where they
-belong in it, and no shard is ever sent. Between machines, and on GPUs, shards are sent to the sender, which assembles them.
+Every train rank calls the same method with the same arguments. A sender alone holds full tensors, a bucket at a time (`sync.filling`), and
+is rank 0 of a weight-sync group of its own. Who sends what, and from whom it gathers that, says `sync.shares`; for servers that know one
+group only rank 0 sends all.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from areal_mega.core import points
-from areal_mega.sync.memory import common_buffer
-from areal_mega.sync.plan import Bucket, WireSpec, elements, plan_buckets
+from areal_mega.sync.clock import Clock, Digests, Span
+from areal_mega.sync.filling import AHEAD, Filled, Filling
+from areal_mega.sync.plan import WireSpec
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
     from areal_mega.models.gather import HFGatherer
-    from areal_mega.models.table import HFTensor
     from areal_mega.sync.digest import DigestKind
-
-Filled = tuple[Bucket, "torch.Tensor"]
-"""A bucket and its bytes."""
-
-_ALIGNED = 64
-"""Bytes: the second buffer lies behind the first one, and items of any dtype stand in it; a cache line is of so many, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +40,26 @@ class SendReport:
     """Of tensors that were not sent because every server has them."""
     gather_s: float
     digest_s: float
+    """Those of buckets that were filled ahead included: what digests cost, whenever."""
     transfer_s: float
+
+
+class _What(NamedTuple):
+    """What one sync sends."""
+
+    version: int
+    only: Container[str] | None
+    digests: DigestKind | None
+
+
+@dataclass
+class _Ahead:
+    """A sync that has begun before the servers paused: its first buckets are full, and the rest is to come."""
+
+    what: _What
+    clock: Clock
+    first: list[Filled | None]
+    rest: Iterator[Filled | None]
 
 
 class WeightSender:
@@ -68,7 +78,7 @@ class WeightSender:
     def __init__(self, gatherer: HFGatherer, *, dtype: str, bucket_bytes: int, device: torch.device, overlap: bool = True) -> None:
         import torch
 
-        self._gatherer, self._device, self._bucket_bytes = gatherer, device, bucket_bytes
+        self._gatherer, self._device = gatherer, device
         self._loop = self._overlapped if overlap else self._plain
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._hf_specs = gatherer.plan_as(self._dtype)
@@ -78,27 +88,12 @@ class WeightSender:
         self._store: dist.TCPStore | None = None
         self._parts: tuple[int, dict[int, str]] | None = None
         """Digests of this rank's own parts, and the version that they are of."""
-        self._whole: tuple[int, DigestKind, dict[str, str]] | None = None
-        """Digests of the tensors that this rank alone has whole, with their version and kind: these need not be computed again."""
-        self._digests: dict[str, str] = {}
-        self._buffers: list[torch.Tensor] = []
-        """Kept from sync to sync on a CPU, where fresh memory costs as much as a copy; a GPU's is kept by torch's allocator."""
-        self._tick, self._tock = (torch.zeros(1, dtype=torch.uint8) for _ in range(2))
-        self._common = device.type == "cpu" and self._have_common_buffers()
-        """All ranks of the share write into the buffers."""
-
-    def _have_common_buffers(self) -> bool:
-        whole = sum(spec.nbytes for spec in self.specs)
-        if not whole:
-            return False
-        # Of any choice of tensors, the largest bucket is no larger.
-        largest = max(min(self._bucket_bytes, whole), *(bucket.nbytes for bucket in plan_buckets(self.specs, self._bucket_bytes)))
-        largest = -(-largest // _ALIGNED) * _ALIGNED
-        gatherer = self._gatherer
-        both = common_buffer(gatherer.transport, gatherer.rank, gatherer.root, gatherer.ranks, 2 * largest)
-        if both is not None:
-            self._buffers = list(both.split(largest))
-        return both is not None
+        self._whole: tuple[int, Digests] | None = None
+        """Digests of the tensors that this rank alone has whole, with their version: these need not be computed again."""
+        self._digests: Digests = {}
+        """Of what this sender sent last."""
+        self._filling = Filling(gatherer, self.specs, self._dtype, bucket_bytes, device)
+        self._ahead: _Ahead | None = None
 
     def host(self, address: str, timeout_s: float) -> int:
         """Listen for the members of this sender's weight-sync group; on which port."""
@@ -132,24 +127,49 @@ class WeightSender:
         Looks at this rank's own shards, so it costs no message. All ranks' answers together cover every tensor. The parts are
         remembered as those of ``version``.
         """
-        from areal_mega.sync.digest import combine, kind_for, tensor_digest, tensor_digests
+        from areal_mega.sync.digest import combine, kind_for, tensor_digest, tensor_digests, with_sampled
 
-        kind = kind_for(self._device)
+        kind, *others = with_sampled(kind_for(self._device))
         before = self._parts[1] if self._parts is not None and self._parts[0] == base else None
         names: list[str] = []
         now: dict[int, str] = {}
-        whole: dict[str, str] = {}
+        whole: Digests = {each: {} for each in (kind, *others)}
         for number, (hf, part) in enumerate(self._gatherer.own_parts(self._dtype)):
             tensors = {name: tensor for name, tensor in hf.items() if tensor is not None}
             found = tensor_digests(tensors, kind)
-            whole |= found
+            whole[kind] |= found
+            for other in others:
+                whole[other] |= tensor_digests(tensors, other)
             now[number] = combine(found) if found else tensor_digest(part, kind)
             if before is not None and before[number] != now[number]:
                 names += hf
-        self._parts, self._whole = (version, now), (version, kind, whole)
+        self._parts, self._whole = (version, now), (version, whole)
         return None if before is None else names
 
     # --- out
+
+    def fill(self, version: int, only: Container[str] | None = None, *, digests: DigestKind | None = "sums") -> None:
+        """Fill the first buckets, while servers still generate. ``broadcast`` with the same arguments begins with them.
+
+        The weights must stay as they are until then. Another ``fill`` or ``broadcast`` does not use them.
+        """
+        self._drop()
+        self._ahead = self._begun(_What(version, only, digests))
+
+    def _begun(self, what: _What, ahead: int = AHEAD) -> _Ahead:
+        known: Digests = {}
+        if self.sends and self._whole is not None and self._whole[0] == what.version:
+            known = {kind: dict(found) for kind, found in self._whole[1].items()}
+        clock = Clock(what.digests, known)
+        buckets = self._filling.filled(clock, what.only)
+        return _Ahead(what, clock, list(islice(buckets, ahead)), buckets)
+
+    def _drop(self) -> None:
+        """Give up a sync that was begun. What other ranks still send for it must be taken: the next one would read it as its own."""
+        if self._ahead is not None:
+            for _ in self._ahead.rest:
+                pass
+            self._ahead = None
 
     def broadcast(
         self, version: int, timeout_s: float, only: Container[str] | None = None, *, digests: DigestKind | None = "sums"
@@ -170,14 +190,18 @@ class WeightSender:
             assert work is not None
             return lambda: work.wait(timedelta(seconds=timeout_s))
 
-        clock = _Clock(digests)
-        if self._whole is not None and self._whole[:2] == (version, digests):
-            clock.digests = {name: digest for name, digest in self._whole[2].items() if self.sends}
-        self._loop(self._filled(clock, only), send, clock)
-        return self._report(version, clock)
+        what = _What(version, only, digests)
+        if self._ahead is None or self._ahead.what != what:
+            self._drop()
+            self._ahead = self._begun(what, ahead=0)
+        begun, self._ahead = self._ahead, None
+        begun.clock.gather = Span()  # what was before is not part of the sending
+        full = (item for item in chain(begun.first, begun.rest) if item is not None)
+        self._loop(full, send, begun.clock)
+        return self._report(version, begun.clock)
 
     @staticmethod
-    def _plain(buckets: Iterator[Filled], send: Callable[[torch.Tensor], Callable[[], object]], clock: _Clock) -> None:
+    def _plain(buckets: Iterable[Filled], send: Callable[[torch.Tensor], Callable[[], object]], clock: Clock) -> None:
         for bucket, flat in buckets:
             wait = send(flat)
             clock.nbytes += bucket.nbytes
@@ -185,7 +209,7 @@ class WeightSender:
                 wait()
 
     @staticmethod
-    def _overlapped(buckets: Iterator[Filled], send: Callable[[torch.Tensor], Callable[[], object]], clock: _Clock) -> None:
+    def _overlapped(buckets: Iterable[Filled], send: Callable[[torch.Tensor], Callable[[], object]], clock: Clock) -> None:
         """While a bucket travels the next one is filled. Two buckets exist at a time."""
         wait: Callable[[], object] | None = None
         for bucket, flat in buckets:
@@ -206,83 +230,33 @@ class WeightSender:
             digests: as in ``broadcast``.
         """
         from areal_mega.models.hf_io import HFWriter
-        from areal_mega.sync.digest import tensor_digest
 
-        clock = _Clock(digests)
+        clock = Clock(digests, {})
         with ExitStack() as stack:
             writer = stack.enter_context(HFWriter(folder, self._hf_specs, source=source)) if self.sends else None
             for item in clock.gathered(self._gatherer.stream(self._dtype)):
                 assert writer is not None
                 name, tensor = item
-                if digests is not None:
-                    with clock.digest:
-                        clock.digests[name] = tensor_digest(tensor, digests)
+                clock.digest_of({name: tensor})
                 with clock.transfer:
                     writer.write(name, tensor)
                 clock.nbytes += tensor.numel() * tensor.element_size()
         return self._report(version, clock)
 
-    def _filled(self, clock: _Clock, only: Container[str] | None) -> Iterator[Filled]:
-        """On a sender every bucket, assembled in one of two buffers in turn; nothing on the ranks that have a part in it."""
-        plan = plan_buckets((spec for spec in self.specs if only is None or spec.name in only), self._bucket_bytes)
-        if plan:
-            yield from self._laid(clock, plan) if self._common else self._streamed(clock, plan, only)
-
-    def _laid(self, clock: _Clock, plan: Sequence[Bucket]) -> Iterator[Filled]:
-        """Every rank copies its parts into the bucket. Who asks for the next bucket is done with the last but one."""
-        gatherer, tick, move = self._gatherer, self._tick, self._gatherer.transport
-        for number, bucket in enumerate(plan):
-            flat = self._buffers[number % 2][: bucket.nbytes]
-            places, others = _views(bucket, flat), gatherer.givers(bucket.names) - {gatherer.root}
-            if self.sends:
-                # Its own parts come last: a digest then reads what is still in the cache.
-                with clock.gather:
-                    begun = [move.send(tick, other) for other in others]
-                    for pending in (*begun, *[move.receive(self._tock, other) for other in others]):
-                        pending.wait()
-                for names in clock.gathered(gatherer.lay(bucket.names, places)):
-                    clock.digest_of({name: places[name] for name in names})
-                yield bucket, flat
-            elif gatherer.rank in others:
-                move.receive(self._tock, gatherer.root).wait()
-                for _ in gatherer.lay(bucket.names, places):
-                    pass
-                move.send(tick, gatherer.root).wait()
-
-    def _streamed(self, clock: _Clock, plan: Sequence[Bucket], only: Container[str] | None) -> Iterator[Filled]:
-        """Drive the collective stream of shards."""
-        import torch
-
-        home = {name: number for number, bucket in enumerate(plan) for name in bucket.names}
-        largest = max(bucket.nbytes for bucket in plan)
-        buffers = self._buffers if self._device.type == "cpu" else []
-        if len(buffers) < len(plan[:2]) or len(buffers[0]) < largest:
-            buffers[:] = [torch.empty(largest if self.sends else 0, dtype=torch.uint8, device=self._device) for _ in plan[:2]]
-        places: dict[str, torch.Tensor] = {}
-
-        def place(tensor: HFTensor) -> torch.Tensor:
-            nonlocal places
-            bucket, buffer = plan[home[tensor.name]], buffers[home[tensor.name] % 2]
-            places = _views(bucket, buffer[: bucket.nbytes]) if tensor.name == bucket.names[0] else places
-            return places[tensor.name]
-
-        at, filled = 0, 0
-        for name, _ in clock.gathered(self._gatherer.stream(self._dtype, only=only, place=place)):
-            bucket = plan[at]
-            assert bucket.names[filled] == name, f"gathered {name} where the plan has {bucket.names[filled]}"
-            filled += 1
-            if filled == len(bucket.names):
-                clock.digest_of(_views(bucket, buffers[at % 2][: bucket.nbytes]))
-                yield bucket, buffers[at % 2][: bucket.nbytes]
-                at, filled = at + 1, 0
-        assert not self.sends or at == len(plan), "a bucket was not filled"
-
-    def _report(self, version: int, clock: _Clock) -> SendReport | None:
+    def _report(self, version: int, clock: Clock) -> SendReport | None:
         if not self.sends:
             return None
-        self._digests |= clock.digests
-        known = dict(self._digests) if clock.kind else {}
-        assert not clock.kind or known.keys() == {spec.name for spec in self.specs}, "a tensor was never sent"
+        known: dict[str, str] = {}
+        if clock.kind is None:
+            self._digests = {}
+        else:
+            # Of what was sent now, a digest of another kind is of what was sent before.
+            new = clock.digests.get(clock.kind, {})
+            self._digests = {kind: {n: d for n, d in old.items() if n not in new} for kind, old in self._digests.items()}
+            for kind, found in clock.digests.items():
+                self._digests.setdefault(kind, {}).update(found)
+            known = dict(self._digests.get(clock.kind, {}))
+            assert known.keys() == {spec.name for spec in self.specs}, "a tensor was never sent"
         return SendReport(
             version=version,
             digests=known,
@@ -292,59 +266,3 @@ class WeightSender:
             digest_s=clock.digest.seconds,
             transfer_s=clock.transfer.seconds,
         )
-
-
-class _Span:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._start = 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self.seconds += time.perf_counter() - self._start
-
-
-@dataclass
-class _Clock:
-    kind: DigestKind | None
-    gather: _Span = field(default_factory=_Span)
-    digest: _Span = field(default_factory=_Span)
-    transfer: _Span = field(default_factory=_Span)
-    digests: dict[str, str] = field(default_factory=dict)
-    nbytes: int = 0
-
-    def gathered[T](self, stream: Iterator[T | None]) -> Iterator[T]:
-        """Drive a stream to its end, on the gather's time; its items, where there are any."""
-        while True:
-            with self.gather:
-                item = next(stream, _END)
-            if isinstance(item, _End):
-                return
-            if item is not None:
-                yield item
-
-    def digest_of(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Digests of tensors in a bucket: of the very bytes that travel, except those that are known of the shards themselves."""
-        from areal_mega.sync.digest import tensor_digests
-
-        if self.kind is not None:
-            with self.digest:
-                self.digests |= tensor_digests({name: t for name, t in tensors.items() if name not in self.digests}, self.kind)
-
-
-def _views(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, in its bytes."""
-    import torch
-
-    dtype: torch.dtype = getattr(torch, bucket.dtype)
-    parts = flat.view(dtype).split([elements(shape) for shape in bucket.shapes])
-    return {name: part.view(shape) for name, part, shape in zip(bucket.names, parts, bucket.shapes, strict=True)}
-
-
-class _End:
-    pass
-
-
-_END = _End()

@@ -129,8 +129,8 @@ class FakeServer(Peer):
         await self.do("update_from_disk", version=version)
         self.version = version
 
-    async def digests(self) -> ServerDigest:
-        await self.do("digests")
+    async def digests(self, kind: str) -> ServerDigest:
+        await self.do("digests", kind=kind)
         assert self.version is not None
         return ServerDigest(weight_version=self.version, combined=combine(self.held), tensors=self.held)
 
@@ -236,9 +236,11 @@ async def test_a_sync_in_order(cast: Cast) -> None:
         assert [update["group_name"] for update in (first, second, last)] == [groups[0], groups[1], groups[1]]
         assert (first["version"], second["version"], last["version"]) == (None, None, 3)  # stamped when the weights are whole
         assert (first["flush_cache"], second["flush_cache"], last["flush_cache"]) == (False, False, True)
-    assert [cast.of(rank.name) for rank in cast.ranks] == [["sync_broadcast"]] * 2
-    assert cast.ranks[0].arguments["sync_broadcast"] == [{"version": 3, "only": None, "digests": "xxh3"}]
+    assert [cast.of(rank.name) for rank in cast.ranks] == [["sync_fill", "sync_broadcast"]] * 2
+    what = [{"version": 3, "only": None, "digests": "xxh3"}]
+    assert cast.ranks[0].arguments["sync_fill"] == cast.ranks[0].arguments["sync_broadcast"] == what
     order = [method for _, method in cast.events]
+    assert order.index("pause") > max(i for i, method in enumerate(order) if method == "sync_fill")
     assert order.index("begin_update") > max(i for i, method in enumerate(order) if method == "pause")
     assert order.index("resume") > max(i for i, method in enumerate(order) if method == "digests")
     assert (measured["sync/bytes"], measured["sync/saved_bytes"], measured["sync/gather_s"], measured["sync/version"]) == (40, 2, 0.1, 3)
@@ -274,6 +276,37 @@ async def test_servers_that_prove_what_they_hold_get_what_has_changed(tmp_path: 
     cast.admit(1)
     cast.ranks[0].changed = None
     assert await sent(4) == (None, everything)
+
+
+async def test_samples_are_compared_once_every_byte_has_been(tmp_path: Path) -> None:
+    able = {"sampled_digests": "xxh3-sampled"}
+
+    def compared(cast: Cast) -> list[set[str]]:
+        """The kinds of each sync's digests, on the senders and on the servers."""
+        asked = zip(*(server.arguments["digests"] for server in cast.servers), strict=False)
+        sent = zip(*(rank.arguments["sync_broadcast"] for rank in cast.ranks), strict=True)
+        return [{s["digests"] for s in ours} | {a["kind"] for a in theirs} for ours, theirs in zip(sent, asked, strict=True)]
+
+    cast = Cast(tmp_path, able=able)
+    await cast.sync.connect()
+    for version in range(3):
+        await cast.sync.push(version)
+    assert compared(cast) == [{"xxh3"}, {"xxh3-sampled"}, {"xxh3-sampled"}]
+    cast.sync.lose(1)
+    cast.admit(1)  # started again
+    await cast.sync.push(3)
+    await cast.sync.push(4)
+    assert compared(cast)[3:] == [{"xxh3"}, {"xxh3-sampled"}]
+    whole = Cast(tmp_path, able=able, verify="whole")
+    await whole.sync.connect()
+    for version in range(2):
+        await whole.sync.push(version)
+    assert compared(whole) == [{"xxh3"}, {"xxh3"}]
+    none = Cast(tmp_path)  # a server that has no sampled ones
+    await none.sync.connect()
+    for version in range(2):
+        await none.sync.push(version)
+    assert compared(none) == [{"xxh3"}, {"xxh3"}]
 
 
 async def test_servers_that_prove_nothing_get_everything(cast: Cast) -> None:

@@ -30,6 +30,9 @@ class FaultProxy:
         """Requests that a fault met."""
         self._fault = self._armed = self._phase = ""
         self._released = asyncio.Event()
+        self.held = 0
+        """Answers that are ready, and wait for the phase of a fault to begin."""
+        self._begun = asyncio.Event()
 
     async def start(self) -> None:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
@@ -48,18 +51,21 @@ class FaultProxy:
 
     async def arm(self, fault: str, phase: str) -> None:
         """Let ``fault`` begin with ``phase``, and go on until ``clear``."""
-        self.hits, self._armed, self._phase = 0, fault, phase
+        self.hits, self.held, self._armed, self._phase = 0, 0, fault, phase
+        self._begun.clear()
         if phase == "idle":
             await self._begin()
 
     def clear(self) -> None:
         """All is well again; what hung is answered with an error."""
         self._fault = self._armed = self._phase = ""
+        self._begun.set()
         self._released.set()
         self._released = asyncio.Event()
 
     async def _begin(self) -> None:
         fault, self._armed = self._armed, ""
+        self._begun.set()
         if fault == "dies":
             self.hits += 1
             await self._kill()
@@ -78,6 +84,9 @@ class FaultProxy:
                 await self._wait_for_phase(forward)
                 await self._begin()
             status, raw = await forward
+            if request.path == "/generate" and self._phase in ("paused", "mid-update"):
+                self.held += 1
+                await self._begun.wait()  # a fast server, or a late pause, must not leave the fault without a request
             if starts and self._phase == "paused":
                 return web.Response(status=status, body=raw, content_type="application/json")
         except (aiohttp.ClientError, OSError):

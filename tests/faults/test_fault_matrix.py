@@ -106,7 +106,7 @@ async def scene(world: World, run: Run, fault: str, phase: str) -> ReadyBatch:
     batch = asyncio.create_task(run.batch())
     try:
         if phase in ("paused", "mid-update"):
-            while not await running(world):  # noqa: ASYNC110
+            while not (world.proxy.held or await running(world)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             run.version += 1
             await run.beside(run.push())

@@ -254,7 +254,7 @@ async def test_checks_of_weights_name_what_they_cannot_read() -> None:
         server.posts.clear()
         server.answers |= {"/collective_rpc": {"results": []}, "/weight_checker": {"sums": {}}}
         with pytest.raises(ServerFault, match="/collective_rpc answered what cannot be read"):
-            await client.digests()
+            await client.digests("sums")
         with pytest.raises(ServerFault, match="/weight_checker answered what cannot be read"):
             await client.checksums()
 
@@ -300,7 +300,7 @@ async def test_pauses_and_a_whole_update() -> None:
         flush = "/reset_prefix_cache?reset_running_requests=true"
         assert paths[4:] == ["/start_weight_update", *["/update_weights"] * 2, flush, "/finish_weight_update", "/resume"]
         assert dict(server.calls)["/finish_weight_update"] == {"weight_version": "5"}
-        held = await client.digests()
+        held = await client.digests("sums")
         assert held.tensors == {"a": "1"} and held.weight_version == 0
 
 
@@ -317,7 +317,7 @@ async def test_workers_that_received_different_weights_are_named() -> None:
     async with scripted() as (server, client):
         server.answers["/collective_rpc"] = {"results": [{"digests": {"a": "1"}}, {"digests": {"a": "2"}}]}
         with pytest.raises(ServerFault, match="its 2 workers received different weights"):
-            await client.digests()
+            await client.digests("sums")
 
 
 async def test_a_server_that_waits_for_bytes_is_healthy_all_the_same() -> None:

@@ -18,7 +18,7 @@ from tiny_models import tiny_model
 
 from areal_mega.rollout.client import InferenceClient
 from areal_mega.rollout.inference import GenerateRequest, ServerFault
-from areal_mega.serving.weights import DIGESTS
+from areal_mega.serving.weights import DIGESTS, SAMPLED_DIGESTS
 from areal_mega.sync.digest import combine, tensor_digest
 from areal_mega.sync.group import create_group, destroy_group
 
@@ -99,8 +99,11 @@ async def test_the_server_holds_exactly_what_was_sent(url: str, model: Path, fla
         await send(client, group, name, dict(items[:20]), flattened=flattened)
         await send(client, group, name, dict(items[20:]), flattened=flattened, version=11, flush_cache=True)
         await client.end_update()
-        held = await client.digests()
-    assert held.weight_version == 11
+        held, samples = await client.digests(DIGESTS), await client.digests(SAMPLED_DIGESTS)
+        with pytest.raises(ServerFault, match="digests must be 'xxh3' or 'xxh3-sampled', got 'sums'"):
+            await client.digests("sums")
+    assert held.weight_version == samples.weight_version == 11
+    assert samples.tensors == {n: tensor_digest(t, SAMPLED_DIGESTS) for n, t in weights.items()}
     assert held.combined == digest_of(weights)
     assert held.tensors == {n: tensor_digest(t, DIGESTS) for n, t in weights.items()}
 
@@ -123,7 +126,7 @@ async def test_requests_in_flight_go_on_under_the_new_version(url: str, model: P
         assert not task.done()
         await client.resume()
         generations = await asyncio.wait_for(task, 60)
-        held = await client.digests()
+        held = await client.digests(DIGESTS)
     assert held.combined == digest_of(weights)
     for request, generation in zip(requests, generations, strict=True):
         assert generation.finish_reason == "length" and len(generation.output_ids) == 400
@@ -217,7 +220,7 @@ async def test_a_wrong_request_is_refused_before_anything_is_received(url: str) 
 
 async def test_a_run_with_one_wrong_bucket_is_refused_before_anything_is_received(url: str) -> None:
     async with joined(url) as (client, _, name):
-        before = await client.digests()
+        before = await client.digests(DIGESTS)
         right = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": name}
         await client.begin_update()
         for wrong, message in [
@@ -233,7 +236,7 @@ async def test_a_run_with_one_wrong_bucket_is_refused_before_anything_is_receive
             with pytest.raises(ServerFault, match=message):
                 await client._transport.request("POST", "/update_weights_from_distributed", body)
         await client.end_update()  # nobody sent anything: the first bucket would have been waited for in vain
-        assert await client.digests() == before
+        assert await client.digests(DIGESTS) == before
         [generation] = await client.generate([GenerateRequest(input_ids=(5,), max_new_tokens=1)])
         assert len(generation.output_ids) == 1
 
@@ -279,4 +282,4 @@ async def test_after_a_failed_update_only_a_complete_one_lets_a_server_generate(
         await client.end_update()
         [generation] = await client.generate([request])
         assert set(generation.versions) == {54}
-        assert (await client.digests()).combined == digest_of(weights)
+        assert (await client.digests(DIGESTS)).combined == digest_of(weights)

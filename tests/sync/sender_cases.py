@@ -68,6 +68,9 @@ def sync(
         if None not in (answers := shared(mine, world_size)):
             only = with_fused({name for names in answers for name in names}, [s for specs in senders.values() for s in specs])
         if sender:
+            # Nothing is filled ahead, what is sent then, or something else.
+            if version:
+                sender.fill(version if version == 1 else 9, only, digests="xxh3")
             report = sender.broadcast(version, TIMEOUT_S, only, digests="xxh3")
             out.append(None if report is None else {"digests": report.digests, "nbytes": report.nbytes, "saved": report.saved_bytes})
         else:
@@ -79,7 +82,7 @@ def sync(
     if sender:
         sender.leave()
     return {
-        "common": sender._common if sender and sender.specs else None,
+        "common": sender._filling.in_common if sender and sender.specs else None,
         "syncs": out,
         "weights": dict(held),
         "buckets": sum(len(plan_buckets(s, bucket_bytes)) for s in senders.values()),

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_mega.sync.digest import ROW_WORDS, DigestKind, combine, tensor_digest
+from areal_mega.sync.digest import ROW_WORDS, SAMPLE_BYTES, SAMPLE_EVERY, DigestKind, combine, tensor_digest
 from areal_mega.sync.digest import tensor_digest as of_kind
 
-KINDS = st.sampled_from(["sums", "xxh3"])
+KINDS = st.sampled_from(["sums", "xxh3", "xxh3-sampled"])  # of a small tensor the sample is the whole
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
 
@@ -49,7 +49,7 @@ def test_rows_and_blocks_are_no_blind_spots(words: int) -> None:
     assert tensor_digest(tensor.roll(ROW_WORDS)) != digest or words == ROW_WORDS
 
 
-@pytest.mark.parametrize("kind", ["sums", "xxh3"])
+@pytest.mark.parametrize("kind", ["sums", "xxh3", "xxh3-sampled"])
 def test_views_unaligned_slices_and_layout_do_not_matter(kind: DigestKind) -> None:
     tensor_digest = partial(of_kind, kind=kind)
     bucket = random_tensor(1000, torch.uint8, 3)
@@ -60,7 +60,7 @@ def test_views_unaligned_slices_and_layout_do_not_matter(kind: DigestKind) -> No
     assert tensor_digest(matrix.t()) != tensor_digest(matrix)
 
 
-@pytest.mark.parametrize("kind", ["sums", "xxh3"])
+@pytest.mark.parametrize("kind", ["sums", "xxh3", "xxh3-sampled"])
 def test_shape_and_dtype_count(kind: DigestKind) -> None:
     tensor_digest = partial(of_kind, kind=kind)
     tensor = torch.zeros(4, 6)
@@ -74,6 +74,44 @@ def test_the_algorithm_is_fixed() -> None:
     """Both ends of a sync may run different machines; a changed constant must not pass unnoticed."""
     assert of_kind(torch.arange(40_000, dtype=torch.float32), "sums") == "0995de5b7656be22"
     assert of_kind(torch.arange(40_000, dtype=torch.float32), "xxh3") == "d81a6a15644f333a"
+    assert of_kind(torch.arange(400_000, dtype=torch.float32), "xxh3-sampled") == "1df03e9bc57da03a"
+
+
+@settings(max_examples=80)
+@given(
+    rows=st.sampled_from([96, 384, 1536, 3072]),
+    columns=st.sampled_from([96, 192, 768, 1152]),
+    parts=st.sampled_from([2, 3, 4, 6, 8, 16, 32]),
+    by_row=st.booleans(),
+    number=st.integers(0, 31),
+)
+def test_a_sample_shows_a_part_that_is_old_or_in_anothers_place(rows: int, columns: int, parts: int, by_row: bool, number: int) -> None:
+    """Whatever a rank of so many contributes, at whatever rank."""
+    tensor = random_tensor(rows * columns, torch.bfloat16, 5).view(rows, columns)
+    dim = 0 if by_row else 1
+    pieces = list(tensor.chunk(parts, dim))
+    here, there = number % len(pieces), (number + 1) % len(pieces)
+    old = [*pieces]
+    old[here] = random_tensor(pieces[here].numel(), torch.bfloat16, 6).view(pieces[here].shape)
+    swapped = [*pieces]
+    swapped[here], swapped[there] = pieces[there], pieces[here]
+    enough = pieces[here].nbytes >= SAMPLE_BYTES * SAMPLE_EVERY  # a smaller part may lie between two samples
+    for other in (torch.cat(old, dim), torch.cat(swapped, dim)):
+        shows = of_kind(other, "xxh3-sampled") != of_kind(tensor, "xxh3-sampled")
+        assert shows or not enough, f"{parts} parts of {tuple(tensor.shape)}"
+
+
+def test_a_sample_shows_whatever_befalls_its_blocks() -> None:
+    tensor = random_tensor(SAMPLE_BYTES * SAMPLE_EVERY * 3 + 17, torch.uint8, 7)
+    digest = of_kind(tensor, "xxh3-sampled")
+    assert digest != of_kind(tensor, "xxh3")
+    for position in (0, SAMPLE_BYTES - 1, SAMPLE_BYTES * SAMPLE_EVERY, 2 * SAMPLE_BYTES * SAMPLE_EVERY + 5, len(tensor) - 1):
+        other = tensor.clone()
+        other[position] ^= 1
+        assert of_kind(other, "xxh3-sampled") != digest
+    between = tensor.clone()
+    between[SAMPLE_BYTES + 1] ^= 1
+    assert of_kind(between, "xxh3-sampled") == digest, "and nothing else: that is what whole digests are for"
 
 
 @given(st.dictionaries(st.text(max_size=8), st.text("0123456789abcdef", min_size=16, max_size=16), min_size=1, max_size=6), st.randoms())

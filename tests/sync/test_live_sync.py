@@ -82,6 +82,9 @@ class Rank:
     def sync_changed(self, version: int, base: int | None) -> Any:
         return self.sender.changed(version, base)
 
+    def sync_fill(self, version: int, only: Any, digests: Any) -> None:
+        self.sender.fill(version, only, digests=digests)
+
     def sync_broadcast(self, version: int, only: Any, digests: Any) -> Any:
         report = self.sender.broadcast(version, TIMEOUT_S, only, digests=digests)
         assert report is not None

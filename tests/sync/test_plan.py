@@ -105,8 +105,7 @@ def test_neighbours_that_would_fit_together_are_together(specs: list[Spec], max_
     for first, second in pairwise(buckets):
         group = [name for name in second.names if fused_module(name) == fused_module(second.names[0])]
         head = group if fused_module(second.names[0]) else [second.names[0]]
-        limit = max_bytes // 4 if first is buckets[0] else max_bytes  # the first one is small
-        assert first.dtype != second.dtype or first.nbytes + sum(by_name[name].nbytes for name in head) > limit
+        assert first.dtype != second.dtype or first.nbytes + sum(by_name[name].nbytes for name in head) > max_bytes
 
 
 def test_no_tensors_make_no_bucket() -> None:
