@@ -87,9 +87,9 @@ def resident(kind: str) -> int:
 def child(verb: str, a: str, b: str, workers: int | None) -> dict[str, float]:
     """One conversion in this process."""
     from areal_mega.checkpoint import convert, verify
-    from areal_mega.checkpoint.pool import keep_freed_memory
+    from areal_mega.core.memory import keep_freed_memory
 
-    keep_freed_memory()
+    keep_freed_memory(arenas=1)
     base = resident("VmRSS")
     begun = time.perf_counter()
     if verb == "from-hf":

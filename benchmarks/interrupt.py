@@ -10,11 +10,9 @@ one core each. Prints samples/s of each, and their ratios to draining.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,14 +20,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from two_cores import measured, two_cores
+from two_cores import ROOT, endless_model, measured, two_cores
 
 from areal_mega.core.types import Prompt
 from areal_mega.rollout.inference import GenerateRequest
 from areal_mega.rollout.rlvr import RLVRWorkflow
 from areal_mega.rollout.workflow import WorkflowContext
 
-ROOT = Path(__file__).resolve().parent.parent
 SKIP = 6
 """First steps left out: the loop fills up, and begins with what was generated before the first of them."""
 
@@ -78,23 +75,12 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     found = {}
     with tempfile.TemporaryDirectory(prefix="interrupt-") as root:
-        make_model(Path(root) / "model", args.longest)
+        endless_model(Path(root) / "model", args.longest)
         for mode in modes:
             found[mode] = run(root, mode, args)
             show(mode, found[mode])
     for mode in modes[1:]:
         print(f"ratio {mode}/drain {found[mode]['samples_per_s'] / found['drain']['samples_per_s']:.2f}")
-
-
-def make_model(folder: Path, longest: int) -> None:
-    """The quickstart's model with room for long answers, and no token that ends one."""
-    shutil.copytree(ROOT / "recipes/quickstart_model", folder)
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        content = json.loads((folder / name).read_text())
-        content |= {key: None for key in ("eos_token_id", "eos_token") if key in content}
-        if name == "config.json":
-            content["max_position_embeddings"] = longest + 16
-        (folder / name).write_text(json.dumps(content))
 
 
 def run(root: str, mode: str, args: argparse.Namespace) -> dict[str, float]:

@@ -8,8 +8,8 @@ digests. The raw broadcast takes the same bytes, in buckets of the same sizes, t
 servers, which throw them away; both ends take memory that they have used before. Prints medians: bytes/s of all of them, the ratio to the
 raw broadcast (goal: 0.8), the senders' digests in per cent of the raw broadcast (goal: 2), and where a sync's time goes. What is done
 before the pause, while servers still generate, is not in the ratios ("prepare": the digests of what a rank has whole, and the first two
-buckets of every sender; the first line says how many of the bytes those are, fewer of a larger model: ``--mb 1200``). A server's layouts for
-products are made by the first product after a sync and are in no figure here.
+buckets of every sender; the first line says how many of the bytes those are, fewer of a larger model: ``--mb 1200``). A server's layouts
+for products are made by the first product after a sync and are in no figure here.
 
 On a machine with fewer cores than processes everything shares them: gathering, digests and loading then slow the broadcast down, however
 well they overlap with it.
@@ -303,7 +303,9 @@ async def rounds(args: argparse.Namespace, layout: str, strategy: str, sync: Any
         raws += [raw] * (turn > 0)
     order = order_of(sync)
     ahead = sum(bucket.nbytes for _, bucket in order[: AHEAD * len(sync._groups)]) / sum(bucket.nbytes for _, bucket in order)
-    title = f"{layout}: {strategy}, {len(sync._groups)} sender(s), {len(servers)} server(s), {len(order)} buckets ({ahead:.0%} filled ahead)"
+    title = (
+        f"{layout}: {strategy}, {len(sync._groups)} sender(s), {len(servers)} server(s), {len(order)} buckets ({ahead:.0%} filled ahead)"
+    )
     show(title, measured, raws)
 
 

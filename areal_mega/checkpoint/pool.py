@@ -2,25 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what is freed for the next allocation, for a program that does nothing but move tensors.
-
-    By default every buffer of megabytes is mapped afresh, and the kernel clears its pages each time: that costs more than the copying
-    (twice the whole conversion's time, measured). Other allocators are left alone.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 * 1024**2)  # the largest that glibc takes
-        libc.mallopt(_M_TRIM_THRESHOLD, 1024**3)
-        libc.mallopt(_M_ARENA_MAX, 1)  # threads reuse what others freed: a third less memory, and fewer pages to clear
-
 
 IN_FLIGHT = 256 * 1024**2
 

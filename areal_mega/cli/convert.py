@@ -47,9 +47,9 @@ def to_hf(
     shard_bytes = parse_size(shard_size)
     with one_line(out), progress("to-hf") as meter:
         from areal_mega.checkpoint import convert
-        from areal_mega.checkpoint.pool import keep_freed_memory
+        from areal_mega.core.memory import keep_freed_memory
 
-        keep_freed_memory()
+        keep_freed_memory(arenas=1)
         plan = convert.to_hf(checkpoint, out, dtype=_dtype(dtype), shard_bytes=shard_bytes, workers=workers, meter=meter)
     typer.echo(f"{out}: {len(plan)} tensors, {sum(spec.nbytes for spec in plan) / 1e9:.2f} GB")
 
@@ -68,9 +68,9 @@ def from_hf(
     """
     with one_line(out), progress("from-hf") as meter:
         from areal_mega.checkpoint import convert
-        from areal_mega.checkpoint.pool import keep_freed_memory
+        from areal_mega.core.memory import keep_freed_memory
 
-        keep_freed_memory()
+        keep_freed_memory(arenas=1)
         manifest = convert.from_hf(model, out, strategy=strategy, dtype=_dtype(dtype), workers=workers, meter=meter)
     typer.echo(f"{out}: {len(manifest.arrays)} arrays, {manifest.nbytes / 1e9:.2f} GB")
 
@@ -86,10 +86,10 @@ def verify(
     Prints what differs, and ends with 1 where anything does.
     """
     with one_line(None), progress("verify") as meter:
-        from areal_mega.checkpoint.pool import keep_freed_memory
         from areal_mega.checkpoint.verify import verify as compare
+        from areal_mega.core.memory import keep_freed_memory
 
-        keep_freed_memory()
+        keep_freed_memory(arenas=1)
         differences = compare(a, b, workers=workers, meter=meter)
     for line in differences:
         typer.echo(line)

@@ -66,10 +66,10 @@ class TrainController:
         except (RunFailed, DeadlineExceeded) as error:
             raise NotLoaded(str(error)) from error
         loaded = time.perf_counter()
-        answers = await self.call("logprobs")
         kl_s: dict[int, float] = {}
-        for answer in answers:
-            kl_s |= answer["kl"]
+        if self._algorithm.needs_proximal or self._algorithm.needs_reference:
+            for answer in await self.call("logprobs"):
+                kl_s |= answer["kl"]
         advantages, weights = loss_scalars(batch, self._algorithm, fixed_length=self._recipe.rollout.max_new_tokens, kl_s=kl_s or None)
         scored = time.perf_counter()
         parts: list[Metrics] = []

@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from areal_mega.config.schema import Recipe
 from areal_mega.core.types import Prompt
 from areal_mega.data.tokenizer import load_tokenizer
@@ -25,6 +23,7 @@ from areal_mega.rollout.patient import Patient
 from areal_mega.rollout.results import PURPOSES, EpisodeResult, Purpose
 from areal_mega.rollout.store import TrajectoryStore
 from areal_mega.rollout.workflow import GenerationEngine, GenerationSettings, Workflow, WorkflowContext
+from areal_mega.rpc.fetch import Bundle, bundle
 from areal_mega.rpc.server import RpcServer
 
 METHODS = (
@@ -174,9 +173,9 @@ class RolloutWorker:
         """Finished episodes, at most ``max_groups``, in the order they finished; an empty list after ``wait_s`` without one."""
         return await self._running.collect(max_groups, wait_s=wait_s, purpose=purpose)
 
-    async def fetch(self, keys: Sequence[str]) -> list[np.ndarray]:
+    async def fetch(self, keys: Sequence[str]) -> Bundle:
         """Arrays by the keys of their handles, in that order."""
-        return self._store.get(keys)
+        return bundle(self._store.get(keys))
 
     async def release(self, keys: Sequence[str]) -> int:
         """Forget arrays that were trained on or will not be; returns the bytes freed."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,45 @@ _CONNECTIONS = 4
 """Calls to one owner at a time: while one answer is copied from the socket, the owner encodes the next."""
 _LEAST_BYTES = 1 << 20
 """A call for less is not split further: its overhead would outweigh what is gained."""
+_SMALL_BYTES = 1 << 16
+"""Smaller arrays travel end to end, one run of them for each dtype: a batch has thousands, and each costs more than its bytes."""
+
+Bundle = dict[str, Any]
+"""``flat``: by dtype, the small arrays end to end; ``whole``: the other ones."""
+
+
+def bundle(arrays: Sequence[np.ndarray]) -> Bundle:
+    """What ``fetch`` answers for these."""
+    small: dict[np.dtype, list[np.ndarray]] = defaultdict(list)  # numpy takes microseconds to name one
+    whole: list[np.ndarray] = []
+    for array in arrays:
+        if array.nbytes < _SMALL_BYTES:
+            small[array.dtype].append(array.reshape(-1))
+        else:
+            whole.append(array)
+    return {"flat": {str(dtype): np.concatenate(parts) for dtype, parts in small.items()}, "whole": whole}
+
+
+def unbundle(content: Bundle, handles: Sequence[RTensor]) -> list[np.ndarray]:
+    """The arrays of these handles, as views.
+
+    Raises:
+        AssertionError: they are of other shapes or dtypes than the handles say.
+    """
+    flat, whole, at = content["flat"], iter(content["whole"]), dict.fromkeys(content["flat"], 0)
+    assert all(str(run.dtype) == dtype and run.ndim == 1 for dtype, run in flat.items()), "runs are of the dtypes that they are called by"
+    out: list[np.ndarray] = []
+    for handle in handles:
+        if handle.nbytes < _SMALL_BYTES:
+            start = at[handle.dtype]
+            at[handle.dtype] = end = start + prod(handle.shape)
+            array = flat[handle.dtype][start:end].reshape(handle.shape)
+        else:
+            array = next(whole)
+            assert (array.shape, str(array.dtype)) == (handle.shape, handle.dtype), f"{handle} came as {array.dtype} {array.shape}"
+        out.append(array)
+    assert all(at[dtype] == len(run) for dtype, run in flat.items()) and next(whole, None) is None, "more came than was asked for"
+    return out
 
 
 class Fetcher:
@@ -41,11 +82,9 @@ class Fetcher:
         out: dict[K, np.ndarray] = {}
 
         async def part(owner: str, names: Sequence[K]) -> None:
-            keys = [handles[name].key for name in names]
-            for name, array in zip(names, await self._client(owner).call("fetch", keys=keys, timeout_s=timeout_s), strict=True):
-                handle = handles[name]
-                assert array.shape == handle.shape, f"{handle.key} is {array.shape} where the handle says {handle.shape}"
-                out[name] = array
+            wanted = [handles[name] for name in names]
+            content = await self._client(owner).call("fetch", keys=[handle.key for handle in wanted], timeout_s=timeout_s)
+            out.update(zip(names, unbundle(content, wanted), strict=True))
 
         calls = [
             asyncio.ensure_future(part(owner, share))

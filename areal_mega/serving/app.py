@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from areal_mega.core.errors import UserError
+from areal_mega.core.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
 _CACHE_SHARE = 0.2
@@ -63,6 +64,7 @@ def serve(args: list[str]) -> int:
         if getattr(options, name) < 1:
             raise UserError(f"areal-mega serve: --{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    keep_freed_memory()
     listener = _bind(options.host, options.port)
     with listener:
         return asyncio.run(_serve(options, listener))

@@ -25,6 +25,7 @@ from areal_mega.rollout.results import EpisodeResult
 from areal_mega.rollout.worker import RolloutWorker, settings_for
 from areal_mega.rpc.client import RpcClient
 from areal_mega.rpc.errors import RpcError
+from areal_mega.rpc.fetch import unbundle
 from areal_mega.rpc.server import RpcServer
 
 CALL_S = 120.0
@@ -75,7 +76,7 @@ async def fetch(client: RpcClient, group: Group) -> list[dict[str, np.ndarray]]:
     for sample in group.samples:
         handles = list(sample.tensors.values())
         assert {h.owner for h in handles} == {client.address}
-        arrays = await client.call("fetch", keys=[h.key for h in handles], timeout_s=CALL_S)
+        arrays = unbundle(await client.call("fetch", keys=[h.key for h in handles], timeout_s=CALL_S), handles)
         assert [(a.shape, str(a.dtype), a.nbytes) for a in arrays] == [(h.shape, h.dtype, h.nbytes) for h in handles]
         out.append(dict(zip(sample.tensors, arrays, strict=True)))
     return out

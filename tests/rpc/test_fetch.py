@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from areal_mega.core.types import RTensor
+from areal_mega.rpc.codec import decode, encode
 from areal_mega.rpc.errors import RpcError
-from areal_mega.rpc.fetch import Fetcher, shares
+from areal_mega.rpc.fetch import Bundle, Fetcher, bundle, shares, unbundle
 from areal_mega.rpc.server import RpcServer
 
 
@@ -22,9 +24,9 @@ class Owner:
         self.arrays: dict[str, np.ndarray] = {}
         self.calls: list[int] = []
 
-    async def fetch(self, keys: Sequence[str]) -> list[np.ndarray]:
+    async def fetch(self, keys: Sequence[str]) -> Bundle:
         self.calls.append(len(keys))
-        return [self.arrays[key] for key in keys]
+        return bundle([self.arrays[key] for key in keys])
 
     def put(self, address: str, key: str, array: np.ndarray) -> RTensor:
         self.arrays[key] = array
@@ -54,6 +56,25 @@ async def test_from_two_owners_over_several_connections() -> None:
         await fetcher.close()
         for server in servers:
             await server.stop()
+
+
+ARRAYS = st.sampled_from(["i4", "f4", "bool", "i8"]).flatmap(
+    lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5), elements=st.just(1))
+)
+
+
+@given(st.lists(st.one_of(ARRAYS, st.integers(16_380, 16_390).map(lambda n: np.arange(n, dtype=np.int32))), max_size=12))
+def test_small_arrays_travel_end_to_end_and_come_apart_again(arrays: list[np.ndarray]) -> None:
+    owner = Owner()
+    handles = [owner.put("a:1", str(i), array) for i, array in enumerate(arrays)]
+    content = decode(encode(bundle(arrays)))
+    back = unbundle(content, handles)
+    for array, found in zip(arrays, back, strict=True):
+        assert (found.dtype, found.shape) == (array.dtype, array.shape) and np.array_equal(found, array)
+        assert found.flags.aligned and not (found.size and found.flags.writeable)
+    if handles and arrays[-1].size:
+        with pytest.raises(AssertionError, match="more came than was asked for"):
+            unbundle(content, handles[:-1])
 
 
 @given(st.lists(st.integers(0, 3_000_000), max_size=30))

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from areal_mega.algorithms.registry import algorithm_of
+from areal_mega.core.memory import keep_freed_memory
 from areal_mega.launch.worker import WorkerContext
 from areal_mega.rpc.rank_server import RankServer
 
@@ -31,6 +32,8 @@ def main(context: WorkerContext) -> None:
     address = server.start(context.host)
 
     platform = detect(recipe.launch.device)
+    if platform.is_cpu:
+        keep_freed_memory()
     with platform.importing():
         from areal_mega.launch.roles.recovering import Recovering
         from areal_mega.megatron.engine import MegatronEngine
