@@ -132,8 +132,8 @@ def test_a_failed_run_leaves_a_page_with_the_command_that_goes_on(tmp_path: Path
     assert trained(finished.run_dir) == trained(undisturbed.run_dir) and not page.exists()
 
 
-def test_another_strategy_and_an_overlapped_run(tmp_path: Path) -> None:
-    """Resumed with twice the ranks; asynchronous: every prompt of the data once, however the schedule fell."""
+def test_another_strategy_and_number_of_replicas_and_an_overlapped_run(tmp_path: Path) -> None:
+    """Resumed with twice the ranks and twice the replicas; asynchronous: every prompt of the data once, however the schedule fell."""
     rows = {"train": {"loader": "arithmetic", "limit": 4 * STEPS, "kwargs": {"digits": 2, "high": 49}}}
     changes = CHANGES | {"run": {"steps": STEPS}, "staleness": {"max_staleness": 1}, "algorithm": {"correction": "decoupled"}, "data": rows}
     with started(tmp_path, changes) as running:
@@ -141,8 +141,9 @@ def test_another_strategy_and_an_overlapped_run(tmp_path: Path) -> None:
         os.kill(running.pid, signal.SIGKILL)
         running.finish()
         running.until_gone(30.0)
-    finished = train(tmp_path, changes | {"train": {"strategy": "megatron:d1t2"}}, "run.resume=true")
+    finished = train(tmp_path, changes, "train.strategy=megatron:d1t2", "rollout.strategy=embedded:d2", "run.resume=true")
     assert finished.code == 0, finished.explain()
+    assert (finished.run_dir / "logs/rollout-1.log").exists()
     counts = Counter(tuple(prompt) for _, prompts in trained(finished.run_dir) for prompt in prompts)
     assert len(counts) == 4 * STEPS and set(counts.values()) == {1}
 
