@@ -14,6 +14,7 @@ from lab import SlurmLab
 from programs import BASE, REPO
 from submitted import SETTINGS, Submitted, areal_mega, launch, recipe
 
+from areal_mega.core.points import ENV
 from areal_mega.launch.slurm.jobs import Slurm
 
 pytestmark = pytest.mark.usefixtures("slurm")
@@ -127,10 +128,18 @@ def test_a_task_that_never_starts_is_named_within_the_deadline(tmp_path: Path, r
 
 
 def test_a_run_whose_only_rollout_task_was_cancelled_ends(tmp_path: Path, runs: list[Submitted]) -> None:
-    run = launch(tmp_path, recipe(tmp_path, {"run": {"steps": 500}}))
+    points, point = tmp_path / "points", "rollout.batch"
+    points.mkdir()
+    setup = [*SETTINGS["setup"], f"export {ENV}={shlex.quote(str(points))}"]
+    run = launch(tmp_path, recipe(tmp_path, {"run": {"steps": 500}}, setup=setup))
     runs.append(run)
     run.until_step(0)
+    # Held between two syncs: a task that is lost in the middle of one ends the run for that reason, and says less.
+    (points / point).touch()
+    run.until((points / f"{point}.reached").exists, "a batch")
     Slurm().cancel([f"{run.jobs[0]}_1"])
+    run.until(lambda: "task 1 was told to end" in run.output(0), "the loss")
+    (points / f"{point}.reached").unlink()
     run.until(lambda: run.tasks()[0].ended, "the end of the train task")
     assert "task 1 was told to end (preempted, requeued or cancelled): inference replica 0" in run.output(0), run.explain()
     assert "no replica is left, and none will come by itself: task 1 (inference replica 0): Slurm task" in run.output(0), run.explain()
