@@ -19,7 +19,8 @@ from areal_mega.checkpoint.arrays import PREFIX, ArraySpec
 from areal_mega.checkpoint.location import Location
 from areal_mega.core.errors import UserError
 
-FORMAT, VERSION = "areal-mega checkpoint", 1
+FORMAT, VERSION = "areal-mega checkpoint", 2
+"""Version 2: the values beside the arrays are written as `rpc.codec` has them since data classes are marked lists."""
 MANIFEST, JOURNAL, FILES = "checkpoint.json", "journal.json", "files/"
 OBJECTS = "objects/"
 
@@ -57,13 +58,15 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: bytes, where: str) -> Manifest:
-        """Raises UserError where it is damaged or of a later version."""
+        """Raises UserError where it is damaged or of another version."""
         try:
             value = json.loads(content)
             if value["format"] != FORMAT:
                 raise UserError(f"{where}: {MANIFEST} is of format '{value['format']}', not of a checkpoint of ours")
             if value["version"] > VERSION:
                 raise UserError(f"{where} has format version {value['version']}, newer than {VERSION}: use a newer areal-mega")
+            if value["version"] < VERSION:
+                raise UserError(f"{where} has format version {value['version']}, older than {VERSION}: use the areal-mega that wrote it")
 
             arrays = {name: ArraySpec.from_json(name, entry) for name, entry in value["arrays"].items()}
             known = ("format", "version", "kind", "files", "bytes", "arrays")

@@ -176,8 +176,9 @@ def test_damage_is_named(moe: Path, tmp_path: Path) -> None:
     assert "truncated" in damaged(lambda f: (f / chunk).write_bytes(b"xyz"))
     assert "files/tokenizer.json" in damaged(lambda f: (f / "files" / "tokenizer.json").unlink())
     assert "checkpoint.json is damaged" in damaged(lambda f: (f / "checkpoint.json").write_text("{"))
-    newer = json.loads((tmp_path / "ck" / "checkpoint.json").read_text()) | {"version": 9}
-    assert "use a newer areal-mega" in damaged(lambda f: (f / "checkpoint.json").write_text(json.dumps(newer)))
+    for version, remedy in ((9, "use a newer areal-mega"), (1, "use the areal-mega that wrote it")):
+        other = json.loads((tmp_path / "ck" / "checkpoint.json").read_text()) | {"version": version}
+        assert remedy in damaged(lambda f, other=other: (f / "checkpoint.json").write_text(json.dumps(other)))  # type: ignore[misc]
     # Without the listing (every rank of a load goes without) a chunk that is gone is an error too, never zeros.
     folder = tmp_path / "damaged"
     shutil.rmtree(folder)
