@@ -292,7 +292,7 @@ async def rounds(args: argparse.Namespace, layout: str, strategy: str, sync: Any
             await train.call("nudge")
             await train.call("loop", overlap=overlap)
             # A server without digests is asked for its version alone, and senders compute none.
-            without = {rank: replace(each, hf_digests=None, sampled_digests=None, partial_updates=False) for rank, each in able.items()}
+            without = {rank: replace(each, hf_digests=None, partial_updates=False) for rank, each in able.items()}
             sync._capabilities = able if digests else without
             one = dict(results(await sync.push(version)))
             assert one["sync/saved_bytes"] == 0

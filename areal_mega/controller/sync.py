@@ -24,7 +24,7 @@ from areal_mega.core import points
 from areal_mega.core.errors import DeadlineExceeded, RunFailed
 from areal_mega.core.metrics import Metrics
 from areal_mega.rollout.inference import Capabilities, InferenceServer, ServerDigest
-from areal_mega.sync.digest import DigestKind, combine
+from areal_mega.sync.digest import DigestKind, combine, with_sampled
 from areal_mega.sync.plan import WireSpec, bucket_bytes, plan_buckets, total_order, with_fused
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class WeightSync:
         async with self._paused():
             await points.reached("sync.paused")
             clock.lap("sync/pause_s")
-            sent = await (self._over_disk(version, digests) if on_disk else self._over_groups(version, only, what))
+            sent = await (self._over_disk(version, digests) if on_disk else self._over_groups(only, what))
             clock.lap("sync/send_s")
             await points.reached("sync.sent")
             await self._verify(version, sent.digests, digests)
@@ -217,7 +217,12 @@ class WeightSync:
         sent, whole = sum(spec.nbytes for spec in specs if spec.name in only), sum(spec.nbytes for spec in specs)
         return only if sent < _WORTH * whole else None
 
-    async def _over_groups(self, version: int, only: frozenset[str] | None, what: Mapping[str, Any]) -> Sent:
+    async def _over_groups(self, only: frozenset[str] | None, what: Mapping[str, Any]) -> Sent:
+        """
+        Args:
+            only: names of the tensors to send; None: all.
+            what: the senders are told, here as when they filled their first buckets.
+        """
         limit = bucket_bytes(self._section.bucket_mb)
         plans = [plan_buckets((s for s in plan if only is None or s.name in only), limit) for plan in self._plans.values()]
         names = list(self._groups.values())
@@ -231,7 +236,8 @@ class WeightSync:
             # In place keeps the KV of running requests; otherwise it is stale and goes.
             flush = self._section.pause != "in_place"
             jobs |= {
-                f"server rank {rank}": server.update_run(order, version=version, flush_cache=flush) for rank, server in self._present()
+                f"server rank {rank}": server.update_run(order, version=what["version"], flush_cache=flush)
+                for rank, server in self._present()
             }
             answers = await self._all(jobs, "sending weights")
             load_s = time.perf_counter() - max(ends)
@@ -245,12 +251,13 @@ class WeightSync:
 
         Samples are enough of a server that has proved once to load whatever comes.
         """
-        able = [self._capabilities[rank] for rank in self._members]
-        kinds = {each.hf_digests for each in able} - {None}
+        kinds = {kind for rank in self._members if (kind := self._capabilities[rank].hf_digests) is not None}
         assert len(kinds) < 2, "all servers of a run are of one engine"
-        proved = self._section.verify == "sampled" and all(rank in self._acknowledged for rank in self._members)
-        sampled = {each.sampled_digests for each in able}
-        return sampled.pop() if proved and len(sampled) == 1 and None not in sampled else kinds.pop() if kinds else None
+        if not kinds:
+            return None
+        [whole] = kinds
+        proved = all(rank in self._acknowledged for rank in self._members)
+        return with_sampled(whole)[-1] if proved and self._section.verify == "sampled" else whole
 
     async def _over_disk(self, version: int, digests: DigestKind | None) -> Sent:
         folder = self._folder / f"v{version}"

@@ -126,7 +126,6 @@ class InferenceClient:
             update_sessions=await self._has_sessions(),
             version_spans=self._spans,
             hf_digests=server.get("hf_digests"),
-            sampled_digests=server.get("sampled_digests"),
             partial_updates=server.get("hf_digests") is not None,
             routed_experts=bool(server.get("enable_return_routed_experts", False)),
             checksums=await self._has_route("/weights_checker"),

@@ -132,9 +132,7 @@ class Capabilities:
     version_spans: bool
     """Reports which weight version made which tokens of a request."""
     hf_digests: DigestKind | None
-    """The kind of digests that it reports per HuggingFace tensor; None: it reports none."""
-    sampled_digests: DigestKind | None = None
-    """The kind that it reports when asked for sampled ones; None: it has no such."""
+    """The kind of digests that it reports per HuggingFace tensor, and its sampled one, where there is such; None: it reports none."""
     routed_experts: bool
     """Reports the experts of each position."""
     checksums: bool = False
@@ -222,7 +220,7 @@ class InferenceServer(Protocol):
         ...
 
     async def digests(self, kind: DigestKind) -> ServerDigest:
-        """Digests of the weights by HuggingFace name, of a kind that the server has (``Capabilities.hf_digests``, ``sampled_digests``)."""
+        """Digests of the weights by HuggingFace name, of a kind that the server has (``Capabilities.hf_digests``)."""
         ...
 
     async def checksums(self) -> Mapping[str, str]:

@@ -12,7 +12,8 @@ from aiohttp import web
 from areal_mega.serving.http import Frontend, read_json
 from areal_mega.serving.protocol import BadRequest, malformed
 from areal_mega.serving.updates import Bucket, Updater, UpdateRefused
-from areal_mega.serving.weights import DIGESTS, SAMPLED_DIGESTS
+from areal_mega.serving.weights import DIGESTS
+from areal_mega.sync.digest import with_sampled
 
 
 class Admin:
@@ -106,8 +107,8 @@ class Admin:
         action, kind = _need(body, "action", str), body.get("digests", DIGESTS)
         if action != "checksum":
             raise malformed(f"action must be 'checksum', got {action!r}")
-        if kind not in (DIGESTS, SAMPLED_DIGESTS):
-            raise malformed(f"digests must be {DIGESTS!r} or {SAMPLED_DIGESTS!r}, got {kind!r}")
+        if kind not in with_sampled(DIGESTS):
+            raise malformed(f"digests must be {' or '.join(map(repr, with_sampled(DIGESTS)))}, got {kind!r}")
         sums: dict[str, Any] = await self._frontend.command(lambda: self._updater.checksums(kind))
         ranks = [{"checksums": sums["hf_digests"]}]
         return web.json_response({"success": True, "message": "Success.", "ranks": ranks, **sums})

@@ -16,7 +16,7 @@ from areal_mega.serving.engine import Engine
 from areal_mega.serving.protocol import BadRequest, GenerateCall, ServingFacts, malformed, parse_generate, refused, unavailable
 from areal_mega.serving.sequence import Sequence
 from areal_mega.serving.text import Text
-from areal_mega.serving.weights import DIGESTS, SAMPLED_DIGESTS
+from areal_mega.serving.weights import DIGESTS
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_BODY = 1 << 30
@@ -204,7 +204,6 @@ class Frontend:
             "version": self.info.version,
             "weight_version": self.engine.version,
             "hf_digests": DIGESTS,
-            "sampled_digests": SAMPLED_DIGESTS,
             "bucket_runs": True,
         }
         return web.json_response({**self.info.args, "dtype": self.info.dtype, "internal_states": [state], "frontend": "python", **facts})

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 DIGESTS: DigestKind = "xxh3"
-SAMPLED_DIGESTS: DigestKind = "xxh3-sampled"
 """The kind that the server reports: its weights are in host memory."""
 
 

@@ -9,9 +9,10 @@ server says which it reports: each is fast on one kind of memory.
 - ``xxh3``, for host memory: XXH3 (64 bits) of the bytes, by the xxhash library, which reads as fast as memory gives. Of a tensor on a GPU
   it is computed from a copy.
 
-``xxh3-sampled`` covers dtype, shape, and of a larger tensor the first of every ``SAMPLE_EVERY`` blocks of ``SAMPLE_BYTES``, and the end. It
-shows a tensor that is old, another one, cut, or put together in the wrong order, for a sixtieth of the reading. ``SAMPLE_EVERY`` is prime,
-so that no way of splitting a tensor into equal parts, and no length of a row, keeps a part of it out of every sample.
+``xxh3-sampled`` covers dtype, shape, and of a larger tensor the first of every ``SAMPLE_EVERY`` blocks of ``SAMPLE_BYTES``, and the end.
+For a sixtieth of the reading it shows another tensor, and one that is cut or put together in the wrong order; one that is old, as soon as
+a value in a sample has changed. ``SAMPLE_EVERY`` is prime, so that samples move along the rows: a part of at least that many blocks, of a
+tensor split into equal parts by rows or by columns, is in one of them where a row has at most 32 KiB. Longer rows, few of them, may hide it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def tensor_digests(tensors: Mapping[str, Tensor], kind: DigestKind = "sums") -> 
 
 
 def with_sampled(kind: DigestKind) -> tuple[DigestKind, ...]:
-    """The kind, and its sampled one where there is such: who reads every byte has those for nearly nothing."""
+    """The kind, and its sampled one where there is such: who reads every byte has those for nearly nothing; servers report both."""
     return ("xxh3", "xxh3-sampled") if kind == "xxh3" else (kind,)
 
 

@@ -479,6 +479,8 @@ async def test_groups_of_evaluation_have_nothing_to_release() -> None:
 
 # --- all of it at once
 
+RUN_STEPS = 5
+
 
 @settings(max_examples=60, deadline=None)
 @given(
@@ -487,16 +489,17 @@ async def test_groups_of_evaluation_have_nothing_to_release() -> None:
 )  # fmt: skip
 def test_any_run(seed: int, workers: int, batch: int, eta: int, action: str, overlapped: bool, filtered: bool) -> None:
     """Episodes end in any order and any way; the bound, the books and the stores are in order at every step."""
-    asyncio.run(any_run(random.Random(seed), workers, batch, eta, action, overlapped, filtered))
+    trained = asyncio.run(any_run(random.Random(seed), workers, batch, eta, action, overlapped, filtered))
+    assert len(trained) == len(set(trained)) == RUN_STEPS * batch, "every step trains on groups of its own"
 
 
-async def any_run(rng: random.Random, workers: int, batch: int, eta: int, action: str, overlapped: bool, filtered: bool) -> None:
+async def any_run(rng: random.Random, workers: int, batch: int, eta: int, action: str, overlapped: bool, filtered: bool) -> list[str]:
     trained: list[str] = []
     refilled = 0
     # Few rows: epochs turn over, and the same prompt comes again.
     world = World(workers=workers, batch=batch, eta=eta, action=action, overlapped=overlapped, rows=5, filter_uniform_groups=filtered)
     async with world:
-        for _ in range(5):
+        for _ in range(RUN_STEPS):
             wanted = asyncio.create_task(batch_of(world))
             await settle()
             for _ in range(2000):
@@ -516,6 +519,7 @@ async def any_run(rng: random.Random, workers: int, batch: int, eta: int, action
             await world.advance()
             ready_keys = keys_of([g for _, g in world.dispatch.ready])
             assert ready_keys == world.held
+    return trained
 
 
 async def finish_one(world: World, rng: random.Random) -> None:

@@ -279,15 +279,13 @@ async def test_servers_that_prove_what_they_hold_get_what_has_changed(tmp_path: 
 
 
 async def test_samples_are_compared_once_every_byte_has_been(tmp_path: Path) -> None:
-    able = {"sampled_digests": "xxh3-sampled"}
-
     def compared(cast: Cast) -> list[set[str]]:
         """The kinds of each sync's digests, on the senders and on the servers."""
         asked = zip(*(server.arguments["digests"] for server in cast.servers), strict=False)
         sent = zip(*(rank.arguments["sync_broadcast"] for rank in cast.ranks), strict=True)
         return [{s["digests"] for s in ours} | {a["kind"] for a in theirs} for ours, theirs in zip(sent, asked, strict=True)]
 
-    cast = Cast(tmp_path, able=able)
+    cast = Cast(tmp_path)
     await cast.sync.connect()
     for version in range(3):
         await cast.sync.push(version)
@@ -297,16 +295,16 @@ async def test_samples_are_compared_once_every_byte_has_been(tmp_path: Path) -> 
     await cast.sync.push(3)
     await cast.sync.push(4)
     assert compared(cast)[3:] == [{"xxh3"}, {"xxh3-sampled"}]
-    whole = Cast(tmp_path, able=able, verify="whole")
+    whole = Cast(tmp_path, verify="whole")
     await whole.sync.connect()
     for version in range(2):
         await whole.sync.push(version)
     assert compared(whole) == [{"xxh3"}, {"xxh3"}]
-    none = Cast(tmp_path)  # a server that has no sampled ones
-    await none.sync.connect()
+    sums = Cast(tmp_path, hf_digests="sums")  # of which there are no sampled ones
+    await sums.sync.connect()
     for version in range(2):
-        await none.sync.push(version)
-    assert compared(none) == [{"xxh3"}, {"xxh3"}]
+        await sums.sync.push(version)
+    assert compared(sums) == [{"sums"}, {"sums"}]
 
 
 async def test_servers_that_prove_nothing_get_everything(cast: Cast) -> None:
