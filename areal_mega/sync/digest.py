@@ -12,7 +12,7 @@ server says which it reports: each is fast on one kind of memory.
 ``xxh3-sampled`` covers dtype, shape, and of a larger tensor the first of every ``SAMPLE_EVERY`` blocks of ``SAMPLE_BYTES``, and the end.
 For a sixtieth of the reading it shows another tensor, and one that is cut or put together in the wrong order; one that is old, as soon as
 a value in a sample has changed. ``SAMPLE_EVERY`` is prime, so that samples move along the rows: a part of at least that many blocks, of a
-tensor split into equal parts by rows or by columns, is in one of them where a row has at most 32 KiB. Longer rows, few of them, may hide it.
+tensor split into equal parts by rows or by columns, is in one of them where a row has at most 32 KiB. Few and longer rows may hide it.
 """
 
 from __future__ import annotations
